@@ -7,11 +7,12 @@
     make_model.py --layers 28 --hidden 1024 --heads 16 --kv 8 --head-dim 128 \\
         --intermediate 3072 --vocab 151936 --files 2 DIR     the shape of Qwen3-0.6B, 1.2 GB
 
-The same options give the same bytes on any machine: a tensor's values depend on --seed and its name alone,
-never on the file split, and come from integer arithmetic on a raw PCG64 stream. Tensors are written
-piece by piece, so memory stays at a few MB. Weights have variance 1/fan_in, embeddings 1, norms lie near 1,
-biases are small: activations stay O(1). Needs numpy.
+The same options give the same bytes on any machine: a tensor's values depend on --seed and its name
+alone, never on the file split, and come from integer arithmetic on a raw PCG64 stream. Tensors are
+written piece by piece, so memory stays at some 50 MB. Weights have variance 1/fan_in, embeddings 1,
+norms lie near 1, biases are small: activations stay O(1). Needs numpy.
 """
+
 import argparse
 import hashlib
 import json
@@ -23,7 +24,11 @@ import sys
 import numpy as np
 
 PIECE = 1 << 20  # elements made at a time
-DTYPES = {"bf16": ("BF16", "bfloat16", 2), "f16": ("F16", "float16", 2), "f32": ("F32", "float32", 4)}
+DTYPES = {
+    "bf16": ("BF16", "bfloat16", 2),
+    "f16": ("F16", "float16", 2),
+    "f32": ("F32", "float32", 4),
+}
 NAN = {"bf16": b"\xc0\x7f", "f16": b"\x00\x7e", "f32": b"\x00\x00\xc0\x7f"}
 
 
@@ -33,7 +38,7 @@ def stream(seed, name):
 
 
 def bell(raw):
-    """uint64 [n] -> float32 [n] of mean 0 and variance 1: the sum of four 16-bit uniforms, clipped by nature at 3.5."""
+    """uint64 [n] -> float32 [n], mean 0, variance 1, at most 3.5: sums of four 16-bit uniforms."""
     total = np.zeros(raw.shape, np.int64)
     for shift in (0, 16, 32, 48):
         total += ((raw >> np.uint64(shift)) & np.uint64(0xFFFF)).astype(np.int64)
@@ -68,7 +73,12 @@ def tensors(a):
     for i in range(a.layers):
         p = f"model.layers.{i}."
         yield norm(p + "input_layernorm", hidden)
-        for name, rows, cols in (("q", qdim, hidden), ("k", kdim, hidden), ("v", kdim, hidden), ("o", hidden, qdim)):
+        for name, rows, cols in (
+            ("q", qdim, hidden),
+            ("k", kdim, hidden),
+            ("v", kdim, hidden),
+            ("o", hidden, qdim),
+        ):
             yield matrix(p + f"self_attn.{name}_proj", rows, cols)
             if a.attention_bias:
                 yield p + f"self_attn.{name}_proj.bias", [rows], 0.0, 0.1
@@ -87,7 +97,11 @@ def tensors(a):
 
 
 def is_moe_layer(a, i):
-    return a.type == "qwen3_moe" and i not in a.mlp_only_layers and (i + 1) % a.decoder_sparse_step == 0
+    return (
+        a.type == "qwen3_moe"
+        and i not in a.mlp_only_layers
+        and (i + 1) % a.decoder_sparse_step == 0
+    )
 
 
 def config(a):
@@ -119,23 +133,29 @@ def config(a):
         "vocab_size": a.vocab,
     }
     if new:
-        c["rope_parameters"] = {"rope_theta": a.rope_theta, "rope_type": "default", **(a.rope or {})}
+        c["rope_parameters"] = {
+            "rope_theta": a.rope_theta,
+            "rope_type": "default",
+            **(a.rope or {}),
+        }
         c["pad_token_id"] = None
         if not moe:
             c["layer_types"] = layer_types(a, c["max_window_layers"])
     else:
         c["rope_theta"], c["rope_scaling"] = a.rope_theta, a.rope
     if moe:
-        c.update({
-            "decoder_sparse_step": a.decoder_sparse_step,
-            "mlp_only_layers": a.mlp_only_layers,
-            "moe_intermediate_size": a.moe_intermediate,
-            "norm_topk_prob": a.norm_topk_prob,
-            "num_local_experts" if new else "num_experts": a.experts,
-            "num_experts_per_tok": a.topk,
-            "output_router_logits": False,
-            "router_aux_loss_coef": 0.001,
-        })
+        c.update(
+            {
+                "decoder_sparse_step": a.decoder_sparse_step,
+                "mlp_only_layers": a.mlp_only_layers,
+                "moe_intermediate_size": a.moe_intermediate,
+                "norm_topk_prob": a.norm_topk_prob,
+                "num_local_experts" if new else "num_experts": a.experts,
+                "num_experts_per_tok": a.topk,
+                "output_router_logits": False,
+                "router_aux_loss_coef": 0.001,
+            }
+        )
     for key, value in a.set:
         c[key] = value
     for key in a.unset:
@@ -145,11 +165,13 @@ def config(a):
 
 def layer_types(a, first):
     slides = a.sliding_window is not None
-    return ["sliding_attention" if slides and i >= first else "full_attention" for i in range(a.layers)]
+    return [
+        "sliding_attention" if slides and i >= first else "full_attention" for i in range(a.layers)
+    ]
 
 
 def split(a, plan):
-    """Cut the list of tensors into at most --files runs of about equal bytes; a layer may lie in two files."""
+    """Cut the tensors into at most --files runs of about equal bytes; a layer may lie in two."""
     size = DTYPES[a.dtype][2]
     total = sum(math.prod(t[1]) * size for t in plan)
     files, done = [[]], 0
@@ -251,37 +273,101 @@ def positive(text):
 
 
 def options(argv):
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("dir", metavar="DIR")
     p.add_argument("--type", choices=("qwen3", "qwen3_moe"), default="qwen3")
-    for name, default in (("layers", 6), ("hidden", 64), ("heads", 4), ("kv", 2), ("head-dim", 32), ("intermediate", 128),
-                          ("vocab", 512), ("max-position", 40960)):
+    for name, default in (
+        ("layers", 6),
+        ("hidden", 64),
+        ("heads", 4),
+        ("kv", 2),
+        ("head-dim", 32),
+        ("intermediate", 128),
+        ("vocab", 512),
+        ("max-position", 40960),
+    ):
         p.add_argument("--" + name, type=positive, default=default, metavar="N")
     p.add_argument("--dtype", choices=sorted(DTYPES), default="bf16")
-    p.add_argument("--untied", dest="tied", action="store_false", help="store an lm_head (always so for qwen3_moe)")
-    p.add_argument("--redundant-head", action="store_true", help="tied, with another lm_head in the file all the same")
+    p.add_argument(
+        "--untied",
+        dest="tied",
+        action="store_false",
+        help="store an lm_head (always so for qwen3_moe)",
+    )
+    p.add_argument(
+        "--redundant-head",
+        action="store_true",
+        help="tied, with another lm_head in the file all the same",
+    )
     p.add_argument("--attention-bias", action="store_true", help="biases on q, k, v and o")
     p.add_argument("--eps", type=float, default=1e-6, help="rms_norm_eps")
     p.add_argument("--rope-theta", type=float, default=1000000.0)
-    p.add_argument("--rope", type=json.loads, metavar="JSON", help='scaling, e.g. {"rope_type": "yarn", "factor": 4.0}')
-    p.add_argument("--sliding-window", type=positive, metavar="N", help="also sets use_sliding_window")
-    p.add_argument("--max-window-layers", type=int, metavar="N", help="first layer that slides (default: none does)")
+    p.add_argument(
+        "--rope",
+        type=json.loads,
+        metavar="JSON",
+        help='scaling, e.g. {"rope_type": "yarn", "factor": 4.0}',
+    )
+    p.add_argument(
+        "--sliding-window", type=positive, metavar="N", help="also sets use_sliding_window"
+    )
+    p.add_argument(
+        "--max-window-layers",
+        type=int,
+        metavar="N",
+        help="first layer that slides (default: none does)",
+    )
     p.add_argument("--experts", type=positive, default=8, metavar="N")
     p.add_argument("--topk", type=positive, default=2, metavar="N")
     p.add_argument("--moe-intermediate", type=positive, default=32, metavar="N")
     p.add_argument("--no-norm-topk-prob", dest="norm_topk_prob", action="store_false")
     p.add_argument("--decoder-sparse-step", type=positive, default=1, metavar="N")
     p.add_argument("--mlp-only-layers", type=integers, default=[], metavar="I,J,...")
-    p.add_argument("--layout", type=int, choices=(4, 5), default=4, help="config.json as transformers 4 or 5 writes it")
-    p.add_argument("--set", type=key_value, action="append", default=[], metavar="KEY=JSON", help="any key of config.json")
-    p.add_argument("--unset", action="append", default=[], metavar="KEY", help="leave a key out of config.json")
-    p.add_argument("--files", type=positive, default=1, metavar="N", help="safetensors files; more than one adds an index")
+    p.add_argument(
+        "--layout",
+        type=int,
+        choices=(4, 5),
+        default=4,
+        help="config.json as transformers 4 or 5 writes it",
+    )
+    p.add_argument(
+        "--set",
+        type=key_value,
+        action="append",
+        default=[],
+        metavar="KEY=JSON",
+        help="any key of config.json",
+    )
+    p.add_argument(
+        "--unset", action="append", default=[], metavar="KEY", help="leave a key out of config.json"
+    )
+    p.add_argument(
+        "--files",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="safetensors files; more than one adds an index",
+    )
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--nan", type=planted, action="append", default=[], metavar="TENSOR[@INDEX]",
-                   help="a NaN at this element (default: the middle one)")
-    p.add_argument("--drop", action="append", default=[], metavar="TENSOR", help="leave a tensor out")
+    p.add_argument(
+        "--nan",
+        type=planted,
+        action="append",
+        default=[],
+        metavar="TENSOR[@INDEX]",
+        help="a NaN at this element (default: the middle one)",
+    )
+    p.add_argument(
+        "--drop", action="append", default=[], metavar="TENSOR", help="leave a tensor out"
+    )
     p.add_argument("--reshape", type=shaped, action="append", default=[], metavar="TENSOR=N,N")
-    p.add_argument("--header-only", action="store_true", help="true headers, the data one hole: for plans of huge models")
+    p.add_argument(
+        "--header-only",
+        action="store_true",
+        help="true headers, the data one hole: for plans of huge models",
+    )
     a = p.parse_args(argv)
     a.reshape, nan = dict(a.reshape), {}
     for name, index in a.nan:

@@ -5,11 +5,12 @@
     make_tokens.py --vocab 512 --rows 40 --seq-length 64 tokens.safetensors
     make_tokens.py --model DIR --rows 100 --lengths quarter --recipe recipe.yaml tokens.safetensors
 
---lengths says how long rows are: `uniform` in [1, seq_length], `full`, `quarter` (a quarter of seq_length), or an
-explicit list `5,64,1,0` that is repeated until there are --rows rows. Row r's loss mask is 1 from a random position on.
-The same options give the same bytes. Rows are made in pieces, so a file of any size needs little memory beyond
-8 bytes a row. Needs numpy and xxhash.
+--lengths says how long rows are: `uniform` in [1, seq_length], `full`, `quarter` (a quarter of
+seq_length), or an explicit list `5,64,1,0` that is repeated until there are --rows rows. Row r's loss
+mask is 1 from a random position on. The same options give the same bytes. Rows are made in pieces, so
+a file of any size needs little memory beyond 8 bytes a row. Needs numpy and xxhash.
 """
+
 import argparse
 import hashlib
 import json
@@ -22,7 +23,9 @@ import numpy as np
 try:
     import xxhash
 except ImportError:
-    sys.exit("make_tokens.py: the python module 'xxhash' is missing: without it rows_xxh3_128 cannot be computed")
+    sys.exit(
+        "make_tokens.py: the python module 'xxhash' is missing: rows_xxh3_128 cannot be computed"
+    )
 
 PIECE = 1 << 16  # rows made at a time
 
@@ -33,7 +36,7 @@ def stream(seed, name):
 
 
 def below(bits, bound):
-    """bound: int64 array -> one integer in [0, bound) each (0 where bound is 0); the slight bias does not matter."""
+    """int64 array -> one integer in [0, bound) each, 0 where bound is 0; a slight bias is fine."""
     raw = (bits.random_raw(bound.size) >> np.uint64(32)).astype(np.int64)
     return (raw * bound) >> 32
 
@@ -65,9 +68,11 @@ def make_ids(a, offsets):
 def make_mask(a, offsets):
     bits = stream(a.seed, "mask")
     for first, last in pieces(offsets):
-        lengths = np.diff(offsets[first:last + 1])
+        lengths = np.diff(offsets[first : last + 1])
         starts = below(bits, lengths)
-        at = np.arange(int(lengths.sum()), dtype=np.int64) - np.repeat(offsets[first:last] - offsets[first], lengths)
+        at = np.arange(int(lengths.sum()), dtype=np.int64) - np.repeat(
+            offsets[first:last] - offsets[first], lengths
+        )
         mask = (at >= np.repeat(starts, lengths)).astype(np.uint8)
         plant(mask, a.plant_mask, offsets, first, last)
         yield mask.tobytes()
@@ -97,12 +102,15 @@ def head(a, offsets, rows_hash):
         "tokenizer_xxh3_128": "",
     }
     ends = np.cumsum([8 * (n + 1), 4 * tokens, tokens]).tolist()
-    text = json.dumps({
-        "__metadata__": meta,
-        "row_offsets": {"dtype": "I64", "shape": [n + 1], "data_offsets": [0, ends[0]]},
-        "input_ids": {"dtype": "I32", "shape": [tokens], "data_offsets": ends[:2]},
-        "loss_mask": {"dtype": "U8", "shape": [tokens], "data_offsets": ends[1:]},
-    }, separators=(",", ":")).encode()
+    text = json.dumps(
+        {
+            "__metadata__": meta,
+            "row_offsets": {"dtype": "I64", "shape": [n + 1], "data_offsets": [0, ends[0]]},
+            "input_ids": {"dtype": "I32", "shape": [tokens], "data_offsets": ends[:2]},
+            "loss_mask": {"dtype": "U8", "shape": [tokens], "data_offsets": ends[1:]},
+        },
+        separators=(",", ":"),
+    ).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
 
@@ -110,8 +118,8 @@ def head(a, offsets, rows_hash):
 def write_tokens(a):
     offsets = np.zeros(a.rows + 1, np.int64)
     np.cumsum(row_lengths(a), out=offsets[1:])
-    # the hash covers input_ids, loss_mask, row_offsets in this order; in the file the offsets come first, as they need
-    # the widest alignment
+    # the hash covers input_ids, loss_mask, row_offsets in this order; in the file the offsets come
+    # first, as they need the widest alignment
     rows_hash, blank = xxhash.xxh3_128(), head(a, offsets, "0" * 32)
     with open(a.out, "wb") as f:
         f.write(blank)
@@ -158,28 +166,54 @@ def triple(text):
 
 
 def options(argv):
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("out", metavar="TOKENS")
-    p.add_argument("--vocab", type=int, metavar="N", help="ids lie in [0, N); default: vocab_size of --model")
-    p.add_argument("--model", metavar="DIR", help="checkpoint the recipe names; relative to where commands will run")
+    p.add_argument(
+        "--vocab", type=int, metavar="N", help="ids lie in [0, N); default: vocab_size of --model"
+    )
+    p.add_argument(
+        "--model",
+        metavar="DIR",
+        help="checkpoint the recipe names; relative to where commands will run",
+    )
     p.add_argument("--rows", type=int, default=16, metavar="N")
     p.add_argument("--seq-length", type=int, default=64, metavar="N")
-    p.add_argument("--lengths", default="uniform", metavar="HOW", help="uniform, full, quarter or a list such as 5,64,1")
+    p.add_argument(
+        "--lengths",
+        default="uniform",
+        metavar="HOW",
+        help="uniform, full, quarter or a list such as 5,64,1",
+    )
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--pad-token-id", type=int, metavar="ID", help="default: vocab - 3")
     p.add_argument("--train-data-path", default="rows.jsonl", metavar="PATH")
     p.add_argument("--train-split", metavar="SPLIT")
     p.add_argument("--shuffle-seed", type=int, default=42, metavar="N")
-    p.add_argument("--chat-template", default="", metavar="TEXT", help="its hash goes into the tokens file")
-    p.add_argument("--plant", type=triple, action="append", default=[], metavar="ROW:POS=ID", help="set one id, e.g. a bad one")
-    p.add_argument("--plant-mask", type=triple, action="append", default=[], metavar="ROW:POS=VALUE")
+    p.add_argument(
+        "--chat-template", default="", metavar="TEXT", help="its hash goes into the tokens file"
+    )
+    p.add_argument(
+        "--plant",
+        type=triple,
+        action="append",
+        default=[],
+        metavar="ROW:POS=ID",
+        help="set one id, e.g. a bad one",
+    )
+    p.add_argument(
+        "--plant-mask", type=triple, action="append", default=[], metavar="ROW:POS=VALUE"
+    )
     p.add_argument("--recipe", metavar="FILE", help="write a recipe too, with the options below")
     p.add_argument("--micro-batch-size", type=int, default=1, metavar="N")
     p.add_argument("--shard-size", type=int, default=4, metavar="N")
     p.add_argument("--cache-dtype", choices=("bf16", "fp16", "fp32"), default="fp32")
     p.add_argument("--cache-output-dir", default="out", metavar="DIR")
     p.add_argument("--layer-ids", type=lambda s: [int(n) for n in s.split(",")], metavar="I,J,...")
-    p.add_argument("--draft-layers", type=int, default=3, metavar="N", help="where --layer-ids is not given")
+    p.add_argument(
+        "--draft-layers", type=int, default=3, metavar="N", help="where --layer-ids is not given"
+    )
     a = p.parse_args(argv)
     if a.vocab is None:
         if a.model is None:
