@@ -9,7 +9,7 @@
 
 The same options give the same bytes on any machine: a tensor's values depend on --seed and its name
 alone, never on the file split, and come from integer arithmetic on a raw PCG64 stream. Tensors are
-written piece by piece, so memory stays at some 50 MB. Weights have variance 1/fan_in, embeddings 1,
+written piece by piece, so memory stays under 100 MB. Weights have variance 1/fan_in, embeddings 1,
 norms lie near 1, biases are small: activations stay O(1). Needs numpy.
 """
 
