@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compare a cache directory with a golden case.
+
+usage: compare.py CACHE CASE [--factor 20] [--expected expected-force-hf] | compare.py --bf16 CACHE CASE
+Ids and masks must be exact, padded positions zero, real positions within factor x the fp32 noise of case.json
+(max abs over the tensor). With --bf16, CACHE was computed in bf16: for each captured layer the rms difference from the fp32
+states, relative to their rms, may be 1.5 times that of the reference's own bf16 run (expected-bf16; exit 77 if the case has
+none). Exit 0 within, 1 beyond, with one line per tensor.
+"""
+import argparse, json, pathlib, re, sys
+import numpy as np
+from safetensors import safe_open
+
+DTYPE = {"I64": "<i8", "I32": "<i4", "U8": "u1", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+ULP = {"F32": 0.0, "F16": 2.0**-10, "BF16": 2.0**-7}     # one rounding step, relative, when the cache is narrower
+
+def read(path):
+    """name -> (stored dtype, array); bfloat16 is widened to float32"""
+    raw = path.read_bytes()
+    n = int.from_bytes(raw[:8], "little")
+    out = {}
+    for k, t in json.loads(raw[8:8 + n]).items():
+        if k == "__metadata__": continue
+        lo, hi = t["data_offsets"]
+        x = np.frombuffer(raw[8 + n + lo:8 + n + hi], DTYPE[t["dtype"]]).reshape(t["shape"])
+        if t["dtype"] == "BF16": x = (x.astype("<u4") << 16).view("<f4")
+        out[k] = (t["dtype"], x)
+    return out
+
+def noise_of(info, tensor):
+    """largest max_abs fp32 noise that case.json records for `tensor`, else for its real positions as a whole"""
+    named, whole = [], []
+    def walk(o, path):
+        if isinstance(o, dict):
+            for k, v in o.items():
+                walk(v, path + "/" + k)
+        elif "/noise" in path and "bf16" not in path and path.endswith("/max_abs"):
+            if tensor in path: named.append(float(o))
+            elif path.endswith("/real_positions/max_abs"): whole.append(float(o))
+    walk(info, "")
+    return max(named or whole, default=None)
+
+a = argparse.ArgumentParser()
+a.add_argument("cache"); a.add_argument("case"); a.add_argument("--factor", type=float, default=20)
+a.add_argument("--bf16", action="store_true"); a.add_argument("--expected", default="expected")   # e.g. expected-force-hf
+o = a.parse_args()
+cache, case = pathlib.Path(o.cache), pathlib.Path(o.case)
+exp = case / o.expected
+info = json.loads((case / "case.json").read_text())
+with safe_open(case / "tokens.safetensors", framework="np") as f:
+    length = np.diff(f.get_tensor("row_offsets"))
+
+def layer_rms(dirname):
+    """relative rms difference from expected/ per captured layer and for the last state, real positions only"""
+    m = json.loads((exp / "manifest.json").read_text()); H = m["hidden_size"]; row = 0; num, den = {}, {}
+    for f in sorted(exp.glob("shard-*.safetensors")):
+        e, g = read(f), read(pathlib.Path(dirname) / f.name)
+        for k, x in e.items():
+            if k in ("input_ids", "loss_mask"): continue
+            for i in range(len(x[1])):
+                n = int(length[row + i]); w = x[1][i, :n].astype(np.float64); d = g[k][1][i, :n].astype(np.float64) - w
+                ids = m["target_layer_ids"] if k == "target_hidden_states" else ["last"]
+                for j, l in enumerate(ids):
+                    num[l] = num.get(l, 0.0) + float((d[:, j*H:(j+1)*H]**2).sum()); den[l] = den.get(l, 0.0) + float((w[:, j*H:(j+1)*H]**2).sum())
+        row += len(e["input_ids"][1])
+    return {l: (num[l] / den[l])**0.5 for l in num}
+
+if o.bf16:
+    if not (case / "expected-bf16").exists(): print("no expected-bf16 in this case"); sys.exit(77)
+    ours, ref = layer_rms(cache), layer_rms(case / "expected-bf16"); over = 0
+    for l in ref:
+        print(f"layer {l}: rms difference {ours[l]:.4f}, the reference's bf16 {ref[l]:.4f}")
+        over += not ours[l] <= 1.5 * ref[l] + 1e-3
+    sys.exit(over > 0)
+bad = []
+shards = sorted(p.name for p in exp.glob("shard-*.safetensors"))
+have = sorted(p.name for p in cache.glob("shard-*.safetensors") if re.fullmatch(r"shard-\d{6}\.safetensors", p.name))
+if shards != have:
+    bad.append(f"shards {have} instead of {shards}")
+m = json.loads((cache / "manifest.json").read_text())
+if m.get("complete") is not True:
+    bad.append("manifest is not complete")
+row, worst = 0, {}
+for name in shards:
+    e = read(exp / name)
+    if not (cache / name).exists():
+        row += len(e["input_ids"][1]); continue
+    g = read(cache / name)
+    for k, (kind, x) in e.items():
+        if k not in g or g[k][0] != kind or g[k][1].shape != x.shape:
+            bad.append(f"{name}: {k} missing, or shape/dtype differs"); continue
+        y = g[k][1]
+        if k in ("input_ids", "loss_mask"):
+            if not np.array_equal(y, x): bad.append(f"{name}: {k} differs")
+            continue
+        for i in range(len(x)):
+            n = int(length[row + i])
+            want = x[i, :n].astype(np.float64)
+            d = np.abs(y[i, :n].astype(np.float64) - want) - ULP[kind] * np.abs(want)
+            d = float(d.max()) if d.size and np.isfinite(d).all() else (float("inf") if d.size else 0.0)
+            worst[k] = max(worst.get(k, 0.0), d)
+            if y[i, n:].any(): bad.append(f"{name}: {k} row {row+i} not zero after its {n} tokens")
+    row += len(e["input_ids"][1])
+for k, d in worst.items():
+    noise = noise_of(info, k)
+    noise = noise or 3e-5     # e2e cases state none
+    line = f"{k}: max abs error {d:.3g} = {d/noise:.1f} x noise {noise:.3g}"
+    print(line)
+    if not d <= o.factor * noise: bad.append(line)
+tw = exp / "target_weights.safetensors"
+if tw.exists():
+    e, g = read(tw), read(cache / tw.name)
+    for k in e:
+        if k not in g or g[k][0] != e[k][0] or not np.array_equal(g[k][1], e[k][1]): bad.append(f"target_weights: {k} differs")
+for b in bad: print("FAIL", b)
+sys.exit(1 if bad else 0)
