@@ -1,0 +1,77 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * file: whole reads and writes, files that appear complete or not at all, and locks.
+ *
+ * Single system calls are cut at 1 GiB; EINTR is retried. All descriptors are close-on-exec.
+ */
+#ifndef DSPARK_FILE_H
+#define DSPARK_FILE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/types.h>
+
+struct err;
+struct text;
+
+/* Opens for reading, regular files only (err_input otherwise). Returns the descriptor or -1. */
+int file_open(const char *path, struct err *e);
+
+/* All that is left to read into `out` (cleared first, never NULL afterwards). Refuses more than `max` bytes. The path may also be a pipe;
+ * `name` is for the message. */
+int file_read_fd(int fd, const char *name, size_t max, struct text *out, struct err *e);
+int file_read_all(const char *path, size_t max, struct text *out, struct err *e);
+
+/* Exactly n bytes at `off`; a short file is refused ("ends early"). `path` is for the message. */
+int file_pread(int fd, const char *path, void *buf, size_t n, uint64_t off, struct err *e);
+int file_pwrite(int fd, const char *path, const void *buf, size_t n, uint64_t off, struct err *e);
+
+/* Of a regular file; mtime_ns may be NULL. */
+int file_size(const char *path, uint64_t *size, int64_t *mtime_ns, struct err *e);
+bool file_exists(const char *path);			/* follows links; false on any error */
+bool file_is_dir(const char *path);
+int file_mkdir_p(const char *path, struct err *e);	/* 0777 less umask; existing is success */
+char *file_join(const char *dir, const char *name, struct err *e);	/* `name` alone if absolute */
+
+/*
+ * A file that appears whole: written as DIR/.NAME.tmp.HOST.RANK.PID (O_EXCL), then fsync, rename, fsync of DIR.
+ * file_new_abort on a zeroed or published struct does nothing. Living temporaries are removed by file_abort_all, which is
+ * async-signal-safe and which signal handlers of the tools call.
+ */
+struct file_new {
+	int fd;			/* -1 when closed */
+	char *tmp, *path;
+	int slot;		/* index in the table file_abort_all walks, -1 = none */
+};
+
+#define FILE_NEW_INIT { -1, NULL, NULL, -1 }
+
+int file_new_open(struct file_new *f, const char *path, int rank, struct err *e);
+int file_new_publish(struct file_new *f, struct err *e);
+void file_new_abort(struct file_new *f);
+void file_abort_all(void);
+
+/* Removes DIR/.*.tmp.HOST.RANK.PID of this host whose process is gone, and every .*.tmp.* of other hosts if `others`. */
+int file_sweep(const char *dir, bool others, struct err *e);
+
+/* Writes `n` bytes to `path` by file_new_*. */
+int file_publish(const char *path, int rank, const void *buf, size_t n, struct err *e);
+
+int file_fsync_dir(const char *dir, struct err *e);	/* EINVAL (some network file systems) is no error */
+
+/*
+ * Open-file-description locks on one byte. Returns 0 held, 1 held by somebody else (only with wait = false), -1 failed;
+ * where the file system has no locks the answer is -1 with EXIT_FAILED and errno ENOLCK, EOPNOTSUPP or EINVAL.
+ */
+enum file_lock { FILE_UNLOCK, FILE_SHARED, FILE_EXCLUSIVE };
+int file_lock(int fd, const char *path, off_t byte, enum file_lock how, bool wait, struct err *e);
+
+/* File system of `path` (its nearest existing parent): free bytes for this user, block size, whether it keeps holes. */
+struct file_space {
+	uint64_t free, block;
+	bool sparse;
+};
+int file_space(const char *path, struct file_space *s, struct err *e);
+
+#endif
