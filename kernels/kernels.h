@@ -1,0 +1,44 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * kernels: the two tables of this folder, opened by name. Only dspark-forward and the tests link them.
+ *
+ * Sources, what they need, and what decides whether they are built:
+ *	backend.c comm.c comm_self.c ref/ *.c	-lm; always
+ *	cpu/ *.c	HAVE_ONEDNN: -ldnnl, OPENMP_CFLAGS, -O3 -ffp-contract=off (a fused product in one loop and not in another
+ *			would make a row's bits depend on its place)
+ *	comm_mpi.c	HAVE_MPI: the flags of mpicc
+ */
+#ifndef DSPARK_KERNELS_H
+#define DSPARK_KERNELS_H
+
+#include <stdbool.h>
+
+#include "backend.h"
+#include "comm.h"
+
+/* Opens device `d` with the backend called `name`: "ref" or "cpu". */
+int backend_open(struct device *d, const char *name, const struct device_options *o, struct err *e);
+
+/* Names of the backends in this build, NULL-ended. */
+const char *const *backend_names(void);
+
+/*
+ * Opens the ranks of this run. `name` is auto, self, mpi or nccl; `rank` the one told by --rank, else -1; `world` the plan's, 0 = not known yet.
+ * With a told rank and world 0 the caller sets c->world once it has read the plan. `auto` takes the first that applies: --rank; torchrun
+ * (RANK, WORLD_SIZE, LOCAL_RANK); an MPI launcher; a Slurm step of several tasks; else one process. Where no transport connects the ranks,
+ * c->t->collective is false: enough for `replicated` targets, refused for others. argc and argv as main got them, or NULL.
+ */
+int comm_open(struct comm *c, const char *name, int rank, int world, bool replicated, int *argc, char ***argv,
+	      struct err *e);
+
+/* Transports as comm_open's helpers. `told`: this process is rank `rank` of `world`, with nobody to talk to. */
+void comm_self_open(struct comm *c);
+void comm_told_open(struct comm *c, int rank, int world, int local_rank, int local_size);
+int comm_mpi_open(struct comm *c, int *argc, char ***argv, struct err *e);
+
+/* Largest single transfer in bytes, 1 GiB; tests make it small to reach the cuts. At least 1. */
+extern uint64_t comm_cut;
+
+extern const struct backend backend_ref, backend_cpu;
+
+#endif

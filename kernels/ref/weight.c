@@ -1,0 +1,87 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Weights of ref: kept in the order of the checkpoint, in the dtype of their use. */
+#ifdef HAVE_CONFIG_H
+#include <config.h>
+#endif
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "mem.h"
+#include "ref.h"
+
+static enum dtype kept_as(const struct weight *w, enum dtype compute)
+{
+	switch (w->use) {
+	case USE_PRODUCT:
+		return ref_operand(w, compute);
+	case USE_VECTOR:
+		return DT_F32;
+	case USE_TABLE:
+	case USE_RAW:
+		break;
+	}
+	return w->stored;
+}
+
+int ref_weight_alloc(struct device *d, struct weight *w, struct err *e)
+{
+	enum dtype kept = kept_as(w, d->compute);
+	int64_t bytes = mem_mul(mem_mul(mem_mul(w->count, w->rows), w->cols), (int64_t)dtype_size(kept));
+	struct ref_weight *h;
+
+	if (w->quant)
+		return err_refuse(e, "packed weights are not supported by this backend: use a checkpoint in bf16 or fp32");
+	if (w->use != USE_RAW && !dtype_is_float(w->stored))
+		return err_refuse(e, "a weight stored as %s cannot be used as numbers", dtype_name(w->stored));
+	if (bytes < 0)
+		return err_fail(e, "a weight of %lld x %lld x %lld elements is larger than the address space", (long long)w->count,
+				(long long)w->rows, (long long)w->cols);
+	h = mem_aligned(sizeof *h + (size_t)bytes, e);
+	if (!h)
+		return -1;
+	memset(h->data, 0, (size_t)bytes);
+	h->dtype = kept;
+	w->handle = h;
+	return 0;
+}
+
+/* Vectors take part in the dtype of their unit too, though they are kept as F32. */
+static void round_all(float *p, int64_t n, enum dtype d)
+{
+	for (int64_t i = 0; i < n; i++)
+		p[i] = ref_round(p[i], d);
+}
+
+int ref_weight_fill(struct device *d, struct weight *w, int64_t index, int64_t row0, int64_t n, const void *src,
+		    enum dtype from, struct err *e)
+{
+	struct ref_weight *h = w->handle;
+	char *dst;
+
+	if (index < 0 || index >= w->count || row0 < 0 || n < 0 || n > w->rows - row0)
+		return err_fail(e, "rows %lld..%lld of matrix %lld are outside a weight of %lld x %lld rows", (long long)row0,
+				(long long)(row0 + n), (long long)index, (long long)w->count, (long long)w->rows);
+	if (from != h->dtype && (!dtype_is_float(from) || !dtype_is_float(h->dtype)))
+		return err_refuse(e, "a weight stored as %s cannot become %s", dtype_name(from), dtype_name(h->dtype));
+	dst = h->data + (size_t)((index * w->rows + row0) * w->cols) * dtype_size(h->dtype);
+	dtype_convert(dst, h->dtype, src, from, (size_t)(n * w->cols));
+	if (w->use == USE_VECTOR)
+		round_all((float *)dst, n * w->cols, ref_operand(w, d->compute));
+	return 0;
+}
+
+int ref_weight_ready(struct device *d, struct weight *w, struct err *e)
+{
+	(void)d;
+	(void)w;
+	(void)e;
+	return 0;
+}
+
+void ref_weight_free(struct device *d, struct weight *w)
+{
+	(void)d;
+	free(w->handle);
+	w->handle = NULL;
+}
