@@ -175,6 +175,17 @@ static json_t *metadata(const struct shard_writer *w, struct err *e)
 	return NULL;
 }
 
+int shard_mark_bad(struct shard_writer *w, struct err *e)
+{
+	char *path = mem_printf(e, "%s.bad", w->file.path);
+
+	if (!path)
+		return -1;
+	free(w->file.path);
+	w->file.path = path;
+	return 0;
+}
+
 int shard_publish(struct shard_writer *w, uint64_t *bytes, struct err *e)
 {
 	uint64_t header = w->tensor[0].begin, size = w->tensor[SHARD_LAST].end;
@@ -259,6 +270,11 @@ static int read_lengths(struct shard_head *h, const struct geometry *g, struct e
 						  h->file.path, (long long)g->seq_length, (long long)h->rows);
 }
 
+static bool is_digest(const char *s)
+{
+	return strspn(s, "0123456789abcdef") == DIGEST_HEX - 1;
+}
+
 static int read_hashes(struct shard_head *h, enum shard_tensor t, struct err *e)
 {
 	char key[64];
@@ -269,38 +285,44 @@ static int read_hashes(struct shard_head *h, enum shard_tensor t, struct err *e)
 	if (!h->hash[t] || strlen(h->hash[t]) + 1 != (size_t)h->rows * STRIDE)
 		return err_refuse(e, "'%s': %s is not a hash for each of %lld rows", h->file.path, key, (long long)h->rows);
 	for (r = 0; r < h->rows; r++)
-		if (strspn(h->hash[t] + r * STRIDE, "0123456789abcdef") != STRIDE - 1)
+		if (!is_digest(h->hash[t] + r * STRIDE))
 			return err_refuse(e, "'%s': %s has no hash for row %lld", h->file.path, key, (long long)r);
 	return 0;
 }
 
-static int hash_header(struct shard_head *h, struct err *e)
+static int hash_header(const struct safetensors *s, char hex[DIGEST_HEX], struct err *e)
 {
-	char *buf = mem_aligned((size_t)h->file.data, e);
+	char *buf = mem_aligned((size_t)s->data, e);
 	int rc = -1;
 
-	if (buf && !file_pread(h->file.fd, h->file.path, buf, (size_t)h->file.data, 0, e)) {
-		digest_xxh3(h->header_xxh3, buf, (size_t)h->file.data);
+	if (buf && !file_pread(s->fd, s->path, buf, (size_t)s->data, 0, e)) {
+		digest_xxh3(hex, buf, (size_t)s->data);
 		rc = 0;
 	}
 	free(buf);
 	return rc;
 }
 
+static int check_identity(const struct safetensors *s, const char *identity, struct err *e)
+{
+	const char *have = safetensors_meta(s, "identity");
+
+	if (have && !strcmp(have, identity))
+		return 0;
+	return err_refuse(e, "'%s' belongs to another cache: its identity is %s, not %s", s->path, have ? have : "absent",
+			  identity);
+}
+
 static int check_ours(struct shard_head *h, const struct geometry *g, const char *identity, struct err *e)
 {
-	const char *have = safetensors_meta(&h->file, "identity");
 	int i;
 
-	if (!have || strcmp(have, identity))
-		return err_refuse(e, "'%s' belongs to another cache: its identity is %s, not %s", h->file.path,
-				  have ? have : "absent", identity);
-	if (read_lengths(h, g, e))
+	if (check_identity(&h->file, identity, e) || read_lengths(h, g, e))
 		return -1;
 	for (i = 0; i < SHARD_TENSORS; i++)
 		if (read_hashes(h, i, e))
 			return -1;
-	return hash_header(h, e);
+	return hash_header(&h->file, h->header_xxh3, e);
 }
 
 int shard_head_open(struct shard_head *h, const char *path, const struct geometry *g, int64_t n, const char *identity,
@@ -320,4 +342,83 @@ void shard_head_release(struct shard_head *h)
 	safetensors_release(&h->file);
 	free(h->row_tokens);
 	*h = (struct shard_head)SHARD_HEAD_INIT;
+}
+
+int shard_read(const struct shard_head *h, const struct geometry *g, enum shard_tensor t, int64_t row, int64_t first, int64_t n,
+	       void *buf, struct err *e)
+{
+	uint64_t width = geometry_token_bytes(g, t);
+
+	return file_pread(h->file.fd, h->file.path, buf, (size_t)n * width,
+			  h->tensor[t]->begin + (uint64_t)(row * g->seq_length + first) * width, e);
+}
+
+bool shard_is_hole(const struct shard_head *h, const struct geometry *g, enum shard_tensor t, int64_t row, int64_t first)
+{
+#ifdef SEEK_DATA
+	uint64_t width = geometry_token_bytes(g, t);
+	off_t at = (off_t)(h->tensor[t]->begin + (uint64_t)(row * g->seq_length + first) * width);
+	off_t end = (off_t)(h->tensor[t]->begin + (uint64_t)((row + 1) * g->seq_length) * width);
+	off_t data = lseek(h->file.fd, at, SEEK_DATA);
+
+	return data < 0 ? errno == ENXIO : data >= end;
+#else
+	(void)h, (void)g, (void)t, (void)row, (void)first;
+	return false;
+#endif
+}
+
+/* ---- target weights ---------------------------------------------------------------------------------------------- */
+
+const char *weights_name(int which)
+{
+	return which ? "lm_head.weight" : "embed_tokens.weight";
+}
+
+static int check_matrix(struct weights_head *h, const struct geometry *g, int which, bool ours, struct err *e)
+{
+	const struct st_tensor *t = safetensors_find(&h->file, weights_name(which));
+	char key[64];
+
+	h->tensor[which] = t;
+	if (!t)
+		return err_refuse(e, "'%s' has no tensor '%s'", h->file.path, weights_name(which));
+	if (t->dtype != g->dtype || t->ndim != 2 || t->shape[0] != g->vocab || t->shape[1] != g->hidden)
+		return err_refuse(e, "'%s': '%s' is not %s [%lld, %lld]", h->file.path, t->name, dtype_name(g->dtype),
+				  (long long)g->vocab, (long long)g->hidden);
+	if (!ours)
+		return 0;
+	snprintf(key, sizeof key, "xxh3_128.%s", t->name);
+	h->hash[which] = safetensors_meta(&h->file, key);
+	if (!h->hash[which] || strlen(h->hash[which]) != DIGEST_HEX - 1 || !is_digest(h->hash[which]))
+		return err_refuse(e, "'%s' has no hash of '%s'", h->file.path, t->name);
+	return 0;
+}
+
+int weights_head_open(struct weights_head *h, const char *path, const struct geometry *g, const char *identity, struct err *e)
+{
+	*h = (struct weights_head)WEIGHTS_HEAD_INIT;
+	if (safetensors_open(&h->file, path, e) || check_matrix(h, g, 0, identity != NULL, e) ||
+	    check_matrix(h, g, 1, identity != NULL, e))
+		goto fail;
+	if (h->file.n != 2) {
+		err_refuse(e, "'%s' holds %zu tensors, not 2", path, h->file.n);
+		goto fail;
+	}
+	if (identity && h->file.size != geometry_target_weights(g)) {
+		err_refuse(e, "'%s' has %llu bytes, not %llu", path, (unsigned long long)h->file.size,
+			   (unsigned long long)geometry_target_weights(g));
+		goto fail;
+	}
+	if (!identity || (!check_identity(&h->file, identity, e) && !hash_header(&h->file, h->header_xxh3, e)))
+		return 0;
+fail:
+	weights_head_release(h);
+	return -1;
+}
+
+void weights_head_release(struct weights_head *h)
+{
+	safetensors_release(&h->file);
+	*h = (struct weights_head)WEIGHTS_HEAD_INIT;
 }

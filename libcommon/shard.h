@@ -1,15 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * shard: one shard file being written, and the header of one that is read.
+ * shard: one shard file being written, and the headers of shards and target weights that are read.
  *
  * __metadata__ (strings; `identity` is the first member of the header):
  *	identity		digest of the cache's identity
  *	row_tokens		real length of each row, comma-separated
- *	xxh3_128.NAME		for each tensor one XXH3-128 per row over the bytes of its real positions, comma-separated
+ *	xxh3_128.NAME		for each tensor one XXH3-128 per row over the bytes of its real positions, comma-separated;
+ *				in target_weights one over the whole tensor
  */
 #ifndef DSPARK_SHARD_H
 #define DSPARK_SHARD_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 #include "digest.h"
@@ -46,6 +48,8 @@ int shard_begin(struct shard_writer *w, const struct cache *c, int64_t index, st
 /* ids, mask [len], states [len, L*H] and last [len, H] in the cache dtype; 1 <= len <= S. */
 int shard_row(struct shard_writer *w, int64_t row, const int32_t *ids, const uint8_t *mask, int64_t len, const void *states,
 	      const void *last, struct err *e);
+/* publish will name the file shard-%06d.safetensors.bad, which no reader takes for a shard. */
+int shard_mark_bad(struct shard_writer *w, struct err *e);
 /* Writes the header, fsyncs, renames. Refuses while rows are missing. *bytes (may be NULL): the file's size. */
 int shard_publish(struct shard_writer *w, uint64_t *bytes, struct err *e);
 void shard_abort(struct shard_writer *w);
@@ -67,5 +71,27 @@ struct shard_head {
 int shard_head_open(struct shard_head *h, const char *path, const struct geometry *g, int64_t n, const char *identity,
 		    struct err *e);
 void shard_head_release(struct shard_head *h);
+
+/* Positions [first, first + n) of a row of tensor t. Threads may share a head. */
+int shard_read(const struct shard_head *h, const struct geometry *g, enum shard_tensor t, int64_t row, int64_t first, int64_t n,
+	       void *buf, struct err *e);
+
+/* Is all of [first, S) of the row a hole of the file, so that it needs no reading? False where the file system cannot tell. */
+bool shard_is_hole(const struct shard_head *h, const struct geometry *g, enum shard_tensor t, int64_t row, int64_t first);
+
+/* The header of a target_weights.safetensors, checked in the same way (`hash` is NULL without
+ * `identity`). */
+struct weights_head {
+	struct safetensors file;			/* open */
+	const struct st_tensor *tensor[2];		/* embed_tokens.weight, lm_head.weight: [V,H] */
+	const char *hash[2];
+	char header_xxh3[DIGEST_HEX];
+};
+
+#define WEIGHTS_HEAD_INIT { .file = SAFETENSORS_INIT }
+
+const char *weights_name(int which);
+int weights_head_open(struct weights_head *h, const char *path, const struct geometry *g, const char *identity, struct err *e);
+void weights_head_release(struct weights_head *h);
 
 #endif
