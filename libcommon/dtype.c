@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* dtype: names, sizes and conversions. The half-precision conversions have no branch on data, so that the loops vectorise. */
+/*
+ * dtype: names, sizes and conversions. Choices between results are masks, not branches: a compiler that keeps the order of
+ * floating-point traps does not vectorise an addition under a condition.
+ */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
 #endif
@@ -7,6 +10,10 @@
 #include <strings.h>
 
 #include "dtype.h"
+
+#if defined __GNUC__ && !defined __clang__
+#pragma GCC optimize("O3")	/* at -O2 gcc vectorises only loops of known length */
+#endif
 
 static const struct {
 	const char *name;
@@ -106,6 +113,13 @@ static inline float float_of(uint32_t u)
 	return f;
 }
 
+static inline uint32_t choose(uint32_t condition, uint32_t yes, uint32_t no)
+{
+	uint32_t mask = 0 - condition;
+
+	return (yes & mask) | (no & ~mask);
+}
+
 /*
  * A normal half needs its exponent rebiased; infinity and NaN the float's top exponent. A subnormal's mantissa is put behind
  * 2^-14, which is then subtracted: exact, and right even where the processor flushes subnormals.
@@ -113,12 +127,12 @@ static inline float float_of(uint32_t u)
 static inline float f16_to_f32(uint16_t h)
 {
 	const uint32_t magic = 113u << 23;
-	uint32_t u = (uint32_t)(h & 0x7fff) << 13, exponent = u & (0x7c00u << 13);
+	uint32_t u = (uint32_t)(h & 0x7fff) << 13;
 	uint32_t normal = u + ((127u - 15) << 23);
-	uint32_t special = normal + ((128u - 16) << 23);
 	uint32_t small = bits_of(float_of(normal + (1u << 23)) - float_of(magic));
+	uint32_t special = u | 0x7f800000u | choose(u > 0x7c00u << 13, 0x400000u, 0);
 
-	u = exponent == (0x7c00u << 13) ? special | ((u & 0x7fffffu) ? 0x400000u : 0) : exponent ? normal : small;
+	u = choose(u >= 0x7c00u << 13, special, choose(u < 0x400u << 13, small, normal));
 	return float_of(u | (uint32_t)(h & 0x8000) << 16);
 }
 
@@ -129,11 +143,12 @@ static inline float f16_to_f32(uint16_t h)
 static inline uint16_t f32_to_f16(float f)
 {
 	uint32_t u = bits_of(f), sign = u >> 16 & 0x8000, a = u & 0x7fffffffu;
-	uint32_t small = bits_of(float_of(a < 113u << 23 ? a : 0) + 0.5f) - bits_of(0.5f);
+	uint32_t is_small = a < 113u << 23;
+	uint32_t small = bits_of(float_of(choose(is_small, a, 0)) + 0.5f) - bits_of(0.5f);
 	uint32_t normal = (a + 0xfff + (a >> 13 & 1) - ((127u - 15) << 23)) >> 13;
-	uint32_t special = a > 0x7f800000u ? 0x7e00 | (a >> 13 & 0x3ff) : 0x7c00;
+	uint32_t special = choose(a > 0x7f800000u, 0x7e00 | (a >> 13 & 0x3ff), 0x7c00);
 
-	return (uint16_t)(sign | (a >= 0x47800000u ? special : a < 113u << 23 ? small : normal));
+	return (uint16_t)(sign | choose(a >= 0x47800000u, special, choose(is_small, small, normal)));
 }
 
 float dtype_f16_to_f32(uint16_t h)

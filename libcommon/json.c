@@ -9,6 +9,7 @@
 #include <config.h>
 #endif
 
+#include <errno.h>
 #include <inttypes.h>
 #include <math.h>
 #include <stdio.h>
@@ -38,6 +39,22 @@ static bool is_digit(char c)
 	return c >= '0' && c <= '9';
 }
 
+/* Is the number at `s` an integer that 64 bits do not hold? `next` follows its digits. */
+static bool is_wide(const char *s, size_t digits, char next)
+{
+	char copy[32];
+
+	if (next == '.' || next == 'e' || next == 'E')
+		return false;
+	if (digits >= sizeof copy)
+		return true;
+	memcpy(copy, s, digits);
+	copy[digits] = '\0';
+	errno = 0;
+	strtoll(copy, NULL, 10);
+	return errno == ERANGE;
+}
+
 /*
  * Integers beyond 64 bits (transformers writes model_max_length as 10^30) get ".0" and so become reals. Text in strings is
  * left alone.
@@ -60,11 +77,11 @@ static void widen_integers(struct text *out, const char *s, size_t n)
 		for (i++; i < n && is_digit(s[i]);)
 			i++;
 		text_addn(out, s + start, i - start);
-		if (i - start >= 19 && (i == n || !strchr(".eE", s[i])))
+		if (is_wide(s + start, i - start, i < n ? s[i] : '\0'))
 			text_add(out, ".0");
-		else
-			while (i < n && (is_digit(s[i]) || strchr(".eE+-", s[i])))
-				text_addn(out, s + i++, 1);
+		for (start = i; i < n && s[i] && strchr("0123456789.eE+-", s[i]);)
+			i++;
+		text_addn(out, s + start, i - start);
 	}
 }
 
