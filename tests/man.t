@@ -14,7 +14,7 @@ examples() {
 		/^\.Bd -literal/ { lit = 1; next }
 		/^\.Ed/ { lit = 0; next }
 		!lit { next }
-		more || sub(/^\$ /, "") { gsub(/\\e/, "\\"); gsub(/\\&/, ""); print; more = /\\$/ }
+		more || sub(/^\$ /, "") { gsub(/\\e/, "\\"); gsub(/\\&/, ""); print; more = /(\\|\|)$/ }
 	' "$1"
 }
 
