@@ -353,18 +353,20 @@ int shard_read(const struct shard_head *h, const struct geometry *g, enum shard_
 			  h->tensor[t]->begin + (uint64_t)(row * g->seq_length + first) * width, e);
 }
 
-bool shard_is_hole(const struct shard_head *h, const struct geometry *g, enum shard_tensor t, int64_t row, int64_t first)
+int64_t shard_skip_hole(const struct shard_head *h, const struct geometry *g, enum shard_tensor t, int64_t row, int64_t first)
 {
 #ifdef SEEK_DATA
-	uint64_t width = geometry_token_bytes(g, t);
-	off_t at = (off_t)(h->tensor[t]->begin + (uint64_t)(row * g->seq_length + first) * width);
-	off_t end = (off_t)(h->tensor[t]->begin + (uint64_t)((row + 1) * g->seq_length) * width);
-	off_t data = lseek(h->file.fd, at, SEEK_DATA);
+	uint64_t width = geometry_token_bytes(g, t), start = h->tensor[t]->begin + (uint64_t)(row * g->seq_length) * width;
+	off_t data = lseek(h->file.fd, (off_t)(start + (uint64_t)first * width), SEEK_DATA);
+	int64_t at;
 
-	return data < 0 ? errno == ENXIO : data >= end;
+	if (data < 0)
+		return errno == ENXIO ? g->seq_length : first;
+	at = (int64_t)(((uint64_t)data - start) / width);
+	return at < g->seq_length ? at : g->seq_length;
 #else
-	(void)h, (void)g, (void)t, (void)row, (void)first;
-	return false;
+	(void)h, (void)g, (void)t, (void)row;
+	return first;
 #endif
 }
 

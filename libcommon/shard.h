@@ -76,8 +76,9 @@ void shard_head_release(struct shard_head *h);
 int shard_read(const struct shard_head *h, const struct geometry *g, enum shard_tensor t, int64_t row, int64_t first, int64_t n,
 	       void *buf, struct err *e);
 
-/* Is all of [first, S) of the row a hole of the file, so that it needs no reading? False where the file system cannot tell. */
-bool shard_is_hole(const struct shard_head *h, const struct geometry *g, enum shard_tensor t, int64_t row, int64_t first);
+/* The first position of the row from `first` on that may hold bytes other than zero: those before it are a hole of the file and need no
+ * reading. S if there is none; `first` where the file system cannot tell. */
+int64_t shard_skip_hole(const struct shard_head *h, const struct geometry *g, enum shard_tensor t, int64_t row, int64_t first);
 
 /* The header of a target_weights.safetensors, checked in the same way (`hash` is NULL without
  * `identity`). */

@@ -1,0 +1,217 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Shared parts of layers. Scratch is a stack: what a part takes it gives back, except what the routed experts still need. */
+#ifdef HAVE_CONFIG_H
+#include <config.h>
+#endif
+#include <math.h>
+#include <string.h>
+
+#include "block.h"
+#include "err.h"
+#include "json.h"
+
+void block_gqa(struct chunk *c, struct tensor x, struct tensor h, const struct gqa *g)
+{
+	const struct backend *be = c->dev->be;
+	const struct attention *a = &g->attention;
+	int64_t D = a->width, nq = a->heads * D, nk = a->kv_heads * D;
+	uint64_t mark = scratch_mark(c);
+	struct tensor qkv = scratch(c, c->dev->compute, c->tokens, nq + 2 * nk);	/* [T, q | k | v] */
+	struct tensor out = scratch(c, c->dev->compute, c->tokens, nq);
+	struct tensor q = tensor_cols(qkv, 0, nq), k = tensor_cols(qkv, nq, nk), v = tensor_cols(qkv, nq + nk, nk);
+
+	be->matmul(c->dev, qkv, h, g->qkv, g->qkv_bias, false);
+	if (g->q_norm)
+		be->norm(c->dev, q, q, g->q_norm, g->eps, D);
+	if (g->k_norm)
+		be->norm(c->dev, k, k, g->k_norm, g->eps, D);
+	if (g->rope) {
+		be->rope(c->dev, q, a->heads, g->rope, c->pos);
+		be->rope(c->dev, k, a->kv_heads, g->rope, c->pos);
+	}
+	be->attention(c->dev, out, q, k, v, a, c->piece, c->npieces);
+	be->matmul(c->dev, x, out, g->o, g->o_bias, true);
+	scratch_release(c, mark);
+}
+
+void block_mlp(struct chunk *c, struct tensor x, struct tensor h, const struct weight *gate_up, const struct weight *down,
+	       const struct act *act)
+{
+	const struct backend *be = c->dev->be;
+	uint64_t mark = scratch_mark(c);
+	int64_t most = c->tokens < TOKEN_TILE ? c->tokens : TOKEN_TILE;
+	struct tensor gu = scratch(c, c->dev->compute, most, gate_up->rows);		/* [t, gate | up] */
+	struct tensor a = scratch(c, c->dev->compute, most, gate_up->rows / 2);
+
+	for (int64_t t = 0; t < c->tokens; t += TOKEN_TILE) {
+		int64_t n = c->tokens - t < TOKEN_TILE ? c->tokens - t : TOKEN_TILE;
+		struct tensor gun = tensor_rows(gu, 0, n), an = tensor_rows(a, 0, n);
+
+		be->matmul(c->dev, gun, tensor_rows(h, t, n), gate_up, NULL, false);
+		be->gate(c->dev, an, gun, act);
+		be->matmul(c->dev, tensor_rows(x, t, n), an, down, NULL, true);
+	}
+	scratch_release(c, mark);
+}
+
+void block_route(struct chunk *c, struct tensor h, const struct weight *router, const struct router *r,
+		 const struct experts *experts)
+{
+	const struct backend *be = c->dev->be;
+	struct routed *out = &c->routed;
+	uint64_t mark;
+	struct tensor logits;
+
+	out->experts = *experts;
+	out->input = h;
+	out->ids = scratch(c, DT_I32, c->tokens, r->k);
+	out->weights = scratch(c, DT_F32, c->tokens, r->k);
+	mark = scratch_mark(c);
+	logits = scratch(c, DT_F32, c->tokens, r->experts);
+	be->matmul(c->dev, logits, h, router, NULL, false);
+	be->route(c->dev, out->ids, out->weights, logits, r);
+	scratch_release(c, mark);
+}
+
+/* ---- RoPE frequencies ------------------------------------------------------------------------------------------------ */
+
+/* 1 / theta^(2j/width) in F32, like the reference: the exponent and the power round to F32. */
+static float base_frequency(int j, int width, double theta)
+{
+	float exponent = (float)(2 * j) / (float)width;
+
+	return 1.0f / powf((float)theta, exponent);
+}
+
+static int positive(const json_t *p, const char *key, double def, double *out, struct err *e)
+{
+	if (json_real_or(p, "the rope parameters", key, def, out, e))
+		return -1;
+	if (!(*out > 0))
+		return err_refuse(e, "the rope parameters need a positive '%s'", key);
+	return 0;
+}
+
+/* Llama 3.1: long wavelengths are divided by factor, short ones kept, between them a blend. */
+static int llama3(float *freq, int half, const json_t *p, double max_positions, struct err *e)
+{
+	double factor, low, high, orig;
+
+	if (positive(p, "factor", 1, &factor, e) || positive(p, "low_freq_factor", 1, &low, e) ||
+	    positive(p, "high_freq_factor", 4, &high, e) ||
+	    positive(p, "original_max_position_embeddings", max_positions, &orig, e))
+		return -1;
+	for (int j = 0; j < half; j++) {
+		double wave = 2 * M_PI / freq[j];
+
+		if (wave > orig / low) {
+			freq[j] = (float)(freq[j] / factor);
+		} else if (wave >= orig / high) {
+			double s = (orig / wave - low) / (high - low);
+
+			freq[j] = (float)((1 - s) * freq[j] / factor + s * freq[j]);
+		}
+	}
+	return 0;
+}
+
+static double mscale(double factor, double m)
+{
+	return factor <= 1 ? 1 : 0.1 * m * log(factor) + 1;
+}
+
+/* The multiplier on cos and sin: attention_factor, or what mscale and mscale_all_dim give, or 0.1 ln(factor) + 1. */
+static int yarn_scale(const json_t *p, double factor, float *scale, struct err *e)
+{
+	double given, m, all;
+
+	if (json_real_or(p, "the rope parameters", "attention_factor", 0, &given, e) ||
+	    json_real_or(p, "the rope parameters", "mscale", 0, &m, e) ||
+	    json_real_or(p, "the rope parameters", "mscale_all_dim", 0, &all, e))
+		return -1;
+	if (json_has(p, "attention_factor"))
+		*scale = (float)given;
+	else if (m != 0 && all != 0)
+		*scale = (float)(mscale(factor, m) / mscale(factor, all));
+	else
+		*scale = (float)mscale(factor, 1);
+	return 0;
+}
+
+static int yarn(float *freq, int width, double theta, const json_t *p, double max_positions, float *scale, struct err *e)
+{
+	double factor, fast, slow, orig, lo, hi;
+	bool truncate;
+
+	if (positive(p, "original_max_position_embeddings", max_positions, &orig, e) || positive(p, "beta_fast", 32, &fast, e) ||
+	    positive(p, "beta_slow", 1, &slow, e) || json_bool_or(p, "the rope parameters", "truncate", true, &truncate, e) ||
+	    positive(p, "factor", max_positions / orig, &factor, e) || yarn_scale(p, factor, scale, e))
+		return -1;
+	lo = width * log(orig / (fast * 2 * M_PI)) / (2 * log(theta));
+	hi = width * log(orig / (slow * 2 * M_PI)) / (2 * log(theta));
+	if (truncate) {
+		lo = floor(lo);
+		hi = ceil(hi);
+	}
+	lo = fmax(lo, 0);
+	hi = fmin(hi, width - 1);
+	if (lo == hi)
+		hi += 0.001;
+	for (int j = 0; j < width / 2; j++) {
+		float r = (float)fmin(fmax((j - lo) / (hi - lo), 0), 1);
+
+		freq[j] = freq[j] * (1 - r) + freq[j] / (float)factor * r;
+	}
+	return 0;
+}
+
+/* LongRoPE with the short factors: the reference never learns the row's length, so it never takes the long ones. */
+static int longrope(float *freq, int width, double theta, const json_t *p, double max_positions, float *scale, struct err *e)
+{
+	const json_t *factors = json_object_get(p, "short_factor");
+	double orig, factor, given;
+
+	if (json_array_size(factors) != (size_t)width / 2)
+		return err_refuse(e, "rope type 'longrope' needs 'short_factor' with %d numbers", width / 2);
+	if (positive(p, "original_max_position_embeddings", max_positions, &orig, e) ||
+	    positive(p, "factor", max_positions / orig, &factor, e) ||
+	    positive(p, "attention_factor", factor <= 1 ? 1 : sqrt(1 + log(factor) / log(orig)), &given, e))
+		return -1;
+	*scale = (float)given;
+	for (int j = 0; j < width / 2; j++) {
+		float power = powf((float)theta, (float)(2 * j) / (float)width);
+
+		freq[j] = 1.0f / ((float)json_number_value(json_array_get(factors, (size_t)j)) * power);
+	}
+	return 0;
+}
+
+int rope_frequencies(float *freq, int width, double theta, const json_t *params, double max_positions, float *scale,
+		     struct err *e)
+{
+	const char *type = "default";
+	double factor;
+
+	if (params && json_str_or(params, "the rope parameters", json_has(params, "rope_type") ? "rope_type" : "type", "default",
+				  &type, e))
+		return -1;
+	*scale = 1;
+	for (int j = 0; j < width / 2; j++)
+		freq[j] = base_frequency(j, width, theta);
+	if (!strcmp(type, "default") || !strcmp(type, "dynamic"))	/* dynamic only acts where a cache grows */
+		return 0;
+	if (!strcmp(type, "linear")) {
+		if (positive(params, "factor", 0, &factor, e))
+			return -1;
+		for (int j = 0; j < width / 2; j++)
+			freq[j] /= (float)factor;
+		return 0;
+	}
+	if (!strcmp(type, "llama3"))
+		return llama3(freq, width / 2, params, max_positions, e);
+	if (!strcmp(type, "yarn"))
+		return yarn(freq, width, theta, params, max_positions, scale, e);
+	if (!strcmp(type, "longrope"))
+		return longrope(freq, width, theta, params, max_positions, scale, e);
+	return err_refuse(e, "rope type '%s' is not supported (default, dynamic, linear, llama3, yarn, longrope are)", type);
+}

@@ -1,0 +1,41 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * block: parts of a layer that several families share, as flat calls of verbs. Each adds its result to the residual stream.
+ */
+#ifndef DSPARK_BLOCK_H
+#define DSPARK_BLOCK_H
+
+#include "model.h"
+
+/* Tokens that token-wise products run over at a time, so that a long row costs attention memory only. */
+#define TOKEN_TILE 1024
+
+/* Grouped-query attention with q, k, v in one product: qkv is [(heads + 2 kv_heads) D, H]. */
+struct gqa {
+	struct attention attention;	/* width = value_width = D */
+	float eps;			/* of q_norm and k_norm */
+	const struct weight *qkv, *qkv_bias, *o, *o_bias;	/* biases NULL or F32 vectors */
+	const struct weight *q_norm, *k_norm;	/* [D], shared by all heads; NULL = none */
+	const struct rope *rope;	/* NULL = no rotation */
+};
+
+/* x[T,H] F32 += o(attention(h)), h[T,H]. */
+void block_gqa(struct chunk *c, struct tensor x, struct tensor h, const struct gqa *g);
+
+/* x[T,H] F32 += down(act(gate_up h)): gate_up [2I,H] gate first, down [H,I]. */
+void block_mlp(struct chunk *c, struct tensor x, struct tensor h, const struct weight *gate_up, const struct weight *down,
+	       const struct act *act);
+
+/* Routed experts: router product in F32 and the choice; fills c->routed. h stays in use until finish. */
+void block_route(struct chunk *c, struct tensor h, const struct weight *router, const struct router *r,
+		 const struct experts *experts);
+
+/*
+ * Inverse frequencies, F32 as the reference computes them: theta^(-2j/width), j < width/2, then scaling. `params` is the config's
+ * rope_parameters/rope_scaling object or NULL; types default, dynamic, linear, llama3, yarn, longrope, with the
+ * arithmetic of transformers' modeling_rope_utils. *scale becomes the factor on cos and sin.
+ */
+int rope_frequencies(float *freq, int width, double theta, const json_t *params, double max_positions, float *scale,
+		     struct err *e);
+
+#endif

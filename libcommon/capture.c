@@ -1,0 +1,295 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The writing thread. Everything that may be slow, hashing, writing, fsync, happens here; the forward only waits when both buffers are full. */
+#ifdef HAVE_CONFIG_H
+#include <config.h>
+#endif
+#include <stdlib.h>
+#include <string.h>
+
+#include "capture.h"
+#include "err.h"
+#include "log.h"
+#include "mem.h"
+#include "tokens.h"
+
+enum { BUFFER_FREE, BUFFER_FILLING, BUFFER_READY };
+
+/* ---- finding NaN and infinity ------------------------------------------------------------------------------------------------ */
+
+static bool any_nonfinite16(const uint16_t *p, size_t n, uint16_t mask)
+{
+	unsigned found = 0;
+
+	for (size_t i = 0; i < n; i++)
+		found |= (p[i] & mask) == mask;
+	return found;
+}
+
+static bool any_nonfinite32(const uint32_t *p, size_t n)
+{
+	unsigned found = 0;
+
+	for (size_t i = 0; i < n; i++)
+		found |= (p[i] & 0x7f800000u) == 0x7f800000u;
+	return found;
+}
+
+static bool any_nonfinite(const void *p, enum dtype d, size_t n)
+{
+	if (d == DT_F32)
+		return any_nonfinite32(p, n);
+	return any_nonfinite16(p, n, d == DT_BF16 ? 0x7f80 : 0x7c00);
+}
+
+/* Names the first bad state of a row: layer id and position. */
+static int refuse_row(const struct capture *c, int64_t row, const char *states, const char *last, int64_t len, struct err *e)
+{
+	const struct geometry *g = &c->cache->g;
+	size_t h = (size_t)g->hidden, size = dtype_size(g->dtype);
+	const char *hint = g->dtype == DT_F16 ? " (fp16 ends at 65504: recipe_args.cache_dtype: bf16 may hold it)" : "";
+
+	for (int64_t t = 0; t < len; t++)
+		for (int i = 0; i <= g->nids; i++) {
+			const char *p = i < g->nids ? states + (size_t)(t * g->nids + i) * h * size : last + (size_t)t * h * size;
+
+			if (!any_nonfinite(p, g->dtype, h))
+				continue;
+			if (i < g->nids)
+				return err_refuse(e, "row %lld, position %lld: layer id %lld is not finite%s; nothing of its shard is published",
+						  (long long)row, (long long)t, (long long)c->ids[i], hint);
+			return err_refuse(e, "row %lld, position %lld: the last hidden state is not finite%s; nothing of its shard is published",
+					  (long long)row, (long long)t, hint);
+		}
+	return err_refuse(e, "row %lld has a state that is not finite", (long long)row);
+}
+
+static int check_finite(struct capture *c, int64_t row, const char *states, const char *last, int64_t len, struct err *e)
+{
+	const struct geometry *g = &c->cache->g;
+	size_t n = (size_t)(len * g->hidden);
+
+	if (!any_nonfinite(states, g->dtype, n * (size_t)g->nids) && !any_nonfinite(last, g->dtype, n))
+		return 0;
+	if (c->nonfinite == NONFINITE_STOP)
+		return refuse_row(c, row, states, last, len, e);
+	c->bad = true;
+	return 0;
+}
+
+/* ---- rows to shards ------------------------------------------------------------------------------------------------------------ */
+
+static int finish_shard(struct capture *c, struct err *e)
+{
+	struct shard_writer *w = c->writer;
+	int64_t index = w->index, rows = w->rows;
+	uint64_t bytes;
+	json_t *rec;
+
+	if (c->bad && shard_mark_bad(w, e))
+		return -1;
+	if (shard_publish(w, &bytes, e))
+		return -1;
+	c->bytes += bytes;
+	if (c->bad) {
+		c->quarantined++;
+		log_warn("shard %lld has states that are not finite: kept as shard-%06lld.safetensors.bad", (long long)index, (long long)index);
+	} else {
+		c->shards++;
+	}
+	rec = json_pack("{s:s, s:i, s:I, s:I, s:I, s:b}", "record", "shard", "rank", c->cache->rank, "shard", (json_int_t)index,
+			"rows", (json_int_t)rows, "bytes", (json_int_t)bytes, "finite", !c->bad);
+	if (!rec)
+		return err_fail(e, "out of memory");
+	c->bad = false;
+	c->published(c->ctx, rec);
+	return 0;
+}
+
+static int write_row(struct capture *c, int64_t row, const int32_t *ids, const uint8_t *mask, const char *states, const char *last,
+		     struct err *e)
+{
+	int64_t shard = row / c->cache->g.shard_size, len = tokens_length(c->tokens, row);
+	struct shard_writer *w = c->writer;
+
+	if (row % c->cache->g.shard_size == 0 && shard_begin(w, c->cache, shard, e))
+		return -1;
+	if (check_finite(c, row, states, last, len, e) ||
+	    shard_row(w, row - shard * c->cache->g.shard_size, ids, mask, len, states, last, e))
+		return -1;
+	c->rows++;
+	return w->written == w->rows ? finish_shard(c, e) : 0;
+}
+
+static int write_window(struct capture *c, const struct capture_buffer *b, struct err *e)
+{
+	const struct geometry *g = &c->cache->g;
+	int64_t base = c->tokens->offset[b->first], total = c->tokens->offset[b->first + b->n] - base;
+	int32_t *ids = mem_calloc((size_t)total, sizeof *ids, e);
+	uint8_t *mask = mem_calloc((size_t)total, 1, e);
+	size_t position = (size_t)g->hidden * dtype_size(g->dtype);
+	int rc = -1;
+
+	if (!ids || !mask || tokens_rows(c->tokens, b->first, b->n, ids, mask, e))
+		goto out;
+	for (int64_t i = 0; i < b->n; i++) {
+		int64_t at = c->tokens->offset[b->first + i] - base;
+
+		if (write_row(c, b->first + i, ids + at, mask + at, (char *)b->states + (size_t)at * position * (size_t)g->nids,
+			      (char *)b->last + (size_t)at * position, e))
+			goto out;
+	}
+	rc = 0;
+out:
+	free(ids);
+	free(mask);
+	return rc;
+}
+
+/* ---- the thread ------------------------------------------------------------------------------------------------------------------ */
+
+static void *write_windows(void *arg)
+{
+	struct capture *c = arg;
+	int at = 0;
+
+	pthread_mutex_lock(&c->lock);
+	for (;; at ^= 1) {
+		struct capture_buffer *b = &c->buffer[at];
+		struct err e = ERR_INIT;
+		double start;
+
+		while (b->state != BUFFER_READY && !c->ending)
+			pthread_cond_wait(&c->turn, &c->lock);
+		if (b->state != BUFFER_READY || c->err->code)
+			break;
+		pthread_mutex_unlock(&c->lock);
+		start = log_seconds();
+		write_window(c, b, &e);
+		pthread_mutex_lock(&c->lock);
+		c->busy += log_seconds() - start;
+		if (e.code)
+			*c->err = e;
+		b->state = BUFFER_FREE;
+		pthread_cond_broadcast(&c->turn);
+	}
+	pthread_mutex_unlock(&c->lock);
+	return NULL;
+}
+
+static void release(struct capture *c)
+{
+	for (int i = 0; i < 2; i++) {
+		free(c->buffer[i].states);
+		free(c->buffer[i].last);
+	}
+	if (c->writer)
+		shard_abort(c->writer);
+	free(c->writer);
+	free(c->err);
+	memset(c->buffer, 0, sizeof c->buffer);
+	c->writer = NULL;
+	c->err = NULL;
+}
+
+int capture_open(struct capture *c, int64_t window, struct err *e)
+{
+	const struct geometry *g = &c->cache->g;
+	size_t last = (size_t)window * (size_t)g->hidden * dtype_size(g->dtype);
+	int rc;
+
+	c->err = mem_calloc(1, sizeof *c->err, e);
+	c->writer = mem_calloc(1, sizeof *c->writer, e);
+	if (!c->err || !c->writer)
+		goto bad;
+	c->writer->file = (struct file_new)FILE_NEW_INIT;
+	for (int i = 0; i < 2; i++) {
+		c->buffer[i].states = mem_aligned(last * (size_t)g->nids, e);
+		c->buffer[i].last = mem_aligned(last, e);
+		if (!c->buffer[i].states || !c->buffer[i].last)
+			goto bad;
+	}
+	pthread_mutex_init(&c->lock, NULL);
+	pthread_cond_init(&c->turn, NULL);
+	rc = pthread_create(&c->thread, NULL, write_windows, c);
+	if (rc) {
+		err_fail(e, "cannot start the writing thread: %s", strerror(rc));
+		goto bad;
+	}
+	c->started = true;
+	return 0;
+bad:
+	release(c);
+	return -1;
+}
+
+int capture_take(struct capture *c, int64_t first, int64_t n, struct capture_buffer **b, struct err *e)
+{
+	struct capture_buffer *next = &c->buffer[c->next];
+	double start = log_seconds();
+	int rc = 0;
+
+	pthread_mutex_lock(&c->lock);
+	while (next->state != BUFFER_FREE && !c->err->code)
+		pthread_cond_wait(&c->turn, &c->lock);
+	if (c->err->code) {
+		if (!e->code)
+			*e = *c->err;
+		rc = -1;
+	} else {
+		next->state = BUFFER_FILLING;
+		next->first = first;
+		next->n = n;
+		c->next ^= 1;
+		*b = next;
+	}
+	pthread_mutex_unlock(&c->lock);
+	c->waited += log_seconds() - start;
+	return rc;
+}
+
+void capture_give(struct capture *c, struct capture_buffer *b)
+{
+	pthread_mutex_lock(&c->lock);
+	b->state = BUFFER_READY;
+	pthread_cond_broadcast(&c->turn);
+	pthread_mutex_unlock(&c->lock);
+}
+
+static void end_thread(struct capture *c, bool now)
+{
+	pthread_mutex_lock(&c->lock);
+	c->ending = true;
+	if (now && !c->err->code)
+		c->err->code = EXIT_FAILED;
+	pthread_cond_broadcast(&c->turn);
+	pthread_mutex_unlock(&c->lock);
+	pthread_join(c->thread, NULL);
+	pthread_mutex_destroy(&c->lock);
+	pthread_cond_destroy(&c->turn);
+	c->started = false;
+}
+
+int capture_close(struct capture *c, struct err *e)
+{
+	double start = log_seconds();
+	int rc = 0;
+
+	if (!c->started)
+		return 0;
+	end_thread(c, false);
+	c->waited += log_seconds() - start;
+	if (c->err->code) {
+		if (!e->code)
+			*e = *c->err;
+		rc = -1;
+	}
+	release(c);
+	return rc;
+}
+
+void capture_abort(struct capture *c)
+{
+	if (c->started)
+		end_thread(c, true);
+	release(c);
+}

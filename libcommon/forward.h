@@ -1,0 +1,44 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * forward: the layer loop of one rank, the same for every model, backend and transport.
+ *
+ *	for each window of rows:  embed | layer 0 | ... | layer L-1 | final   (units in order; each acquired once)
+ *		for each chunk of the window:  the model's verbs, then what is captured there goes to the window's buffer
+ */
+#ifndef DSPARK_FORWARD_H
+#define DSPARK_FORWARD_H
+
+#include <signal.h>
+#include <stdint.h>
+
+#include "capture.h"
+#include "log.h"
+#include "model.h"
+#include "plan.h"
+#include "weights.h"
+
+struct err;
+struct tokens;
+
+/* Set by a signal handler; the forward ends at the next chunk of a layer with EXIT_FAILED. */
+extern volatile sig_atomic_t forward_stop;
+
+struct forward {
+	const struct plan *plan;
+	const struct plan_range *range;		/* this rank's */
+	const struct tokens *tokens;
+	struct target *target;
+	struct device *dev;
+	struct weights *weights;
+	struct capture *capture;
+	enum progress_style progress;
+
+	/* For the summary: seconds. */
+	double seconds, acquiring;
+	int64_t rows, tokens_done, windows;
+};
+
+/* Runs every window of the range that holds rows not yet published (`done` [shards], true = published: skipped). */
+int forward_run(struct forward *f, const bool *done, struct err *e);
+
+#endif

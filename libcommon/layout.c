@@ -1,0 +1,542 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * How a plan comes about. The order of refusals is the reference's where it has one: parallelism, cache settings, target, ids, then the
+ * rows, then the directory, then space and memory.
+ */
+#ifdef HAVE_CONFIG_H
+#include <config.h>
+#endif
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "cache.h"
+#include "checkpoint.h"
+#include "err.h"
+#include "file.h"
+#include "json.h"
+#include "layout.h"
+#include "log.h"
+#include "mem.h"
+#include "recipe.h"
+#include "stage.h"
+#include "text.h"
+#include "tokens.h"
+
+#define SHA256_EMPTY "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+
+/* ---- memory of a rank -------------------------------------------------------------------------------------------------- */
+
+struct sizer {
+	struct weight_walk walk;
+	const struct catalogue *catalogue;
+	enum dtype compute;
+	uint64_t bytes;
+};
+
+static int size_weight(struct weight_walk *w, const struct weight_spec *s, struct err *e)
+{
+	struct sizer *z = (struct sizer *)w;
+	struct weight shape = { .count = s->count, .rows = s->rows, .cols = s->cols, .use = s->use, .unit = s->kind };
+
+	if (weight_resolve(s, z->catalogue, &shape.stored, NULL, NULL, e))
+		return -1;
+	*s->field = shape;
+	if (s->unit == UNIT_EXPORT || (shape.stored == DT_NONE && !s->derived))
+		return 0;
+	z->bytes += weight_bytes(&shape, z->compute);
+	return 0;
+}
+
+int layout_weight_bytes(struct target *t, const struct catalogue *c, enum dtype compute, uint64_t *bytes, struct err *e)
+{
+	struct sizer z = { { size_weight }, c, compute, 0 };
+
+	if (t->model->weights(t, &z.walk, e))
+		return -1;
+	*bytes = z.bytes;
+	return 0;
+}
+
+/* Verbs that do nothing, so that a model's own code can be asked how much scratch it takes. */
+static void no_rows(struct device *d, struct tensor o, const struct weight *w, struct tensor i) { (void)d, (void)o, (void)w, (void)i; }
+static void no_matmul(struct device *d, struct tensor o, struct tensor x, const struct weight *w, const struct weight *b, bool a)
+{
+	(void)d, (void)o, (void)x, (void)w, (void)b, (void)a;
+}
+static void no_norm(struct device *d, struct tensor o, struct tensor x, const struct weight *w, float eps, int64_t n)
+{
+	(void)d, (void)o, (void)x, (void)w, (void)eps, (void)n;
+}
+static void no_rope(struct device *d, struct tensor x, int h, const struct rope *r, struct tensor p) { (void)d, (void)x, (void)h, (void)r, (void)p; }
+static void no_attention(struct device *d, struct tensor o, struct tensor q, struct tensor k, struct tensor v, const struct attention *a,
+			 const struct piece *p, int n)
+{
+	(void)d, (void)o, (void)q, (void)k, (void)v, (void)a, (void)p, (void)n;
+}
+static void no_gate(struct device *d, struct tensor o, struct tensor x, const struct act *a) { (void)d, (void)o, (void)x, (void)a; }
+static void no_add(struct device *d, struct tensor x, struct tensor y) { (void)d, (void)x, (void)y; }
+static void no_route(struct device *d, struct tensor i, struct tensor w, struct tensor l, const struct router *r)
+{
+	(void)d, (void)i, (void)w, (void)l, (void)r;
+}
+
+static const struct backend measuring = {
+	.name = "measure", .rows = no_rows, .matmul = no_matmul, .norm = no_norm, .rope = no_rope, .attention = no_attention,
+	.gate = no_gate, .add = no_add, .route = no_route,
+};
+
+uint64_t layout_scratch_bytes(struct target *t, enum dtype compute, int64_t tokens)
+{
+	struct device d = { .be = &measuring, .compute = compute };
+	struct piece whole = { .count = tokens, .length = tokens, .kv_count = tokens };
+	struct chunk c = { .dev = &d, .tokens = tokens, .npieces = 1, .piece = &whole };
+
+	for (int i = 0; i < t->ncarry; i++)
+		c.carry[i] = (struct tensor){ NULL, t->carry[i].dtype, tokens, t->carry[i].width, t->carry[i].width };
+	t->model->embed(t, &c);
+	for (int i = 0; i < t->layers; i++) {
+		c.scratch.used = 0;
+		if (t->model->pre)
+			t->model->pre(t, i, &c);
+		c.scratch.used = 0;
+		t->model->layer(t, i, &c);
+		if (t->model->routed && t->model->routed(t, i)) {
+			c.routed.sum = scratch(&c, DT_F32, tokens, c.routed.experts.down->rows);
+			t->model->finish(t, i, &c);
+		}
+	}
+	c.scratch.used = 0;
+	t->model->final(t, &c);
+	return c.scratch.peak;
+}
+
+uint64_t layout_carry_bytes(const struct target *t, int64_t tokens)
+{
+	uint64_t bytes = 0;
+
+	for (int i = 0; i < t->ncarry; i++) {
+		const struct carry_spec *c = &t->carry[i];
+
+		bytes += ((uint64_t)tokens / (uint64_t)c->ratio + 1) * (uint64_t)c->width * dtype_size(c->dtype);
+	}
+	return bytes + (uint64_t)tokens * 2 * sizeof(int32_t);	/* ids and positions */
+}
+
+static int64_t longest_row(const struct plan *p, const struct tokens *t)
+{
+	int64_t most = 0;
+
+	if (!t)
+		return p->g.seq_length;
+	for (int64_t i = 0; i < t->rows; i++)
+		if (tokens_length(t, i) > most)
+			most = tokens_length(t, i);
+	return most;
+}
+
+static int plan_memory(struct plan *p, struct target *target, const struct checkpoint *c, const struct tokens *t, uint64_t memory,
+		       bool force, struct err *e)
+{
+	int64_t longest = longest_row(p, t);
+	struct text need = TEXT_INIT, have = TEXT_INIT;
+
+	p->chunk_most = longest > p->chunk_tokens ? longest : p->chunk_tokens;
+	p->window_most = longest > p->window_tokens ? longest : p->window_tokens;
+	if (layout_weight_bytes(target, &c->catalogue, p->compute, &p->weight_bytes, e))
+		return -1;
+	p->scratch_bytes = layout_scratch_bytes(target, p->compute, p->chunk_most);
+	p->carry_bytes = layout_carry_bytes(target, p->window_most);
+	/* Two windows of captured states: one being filled, one being written. */
+	p->capture_bytes = 2 * (uint64_t)p->window_most * (uint64_t)(p->g.nids + 1) * (uint64_t)p->g.hidden * dtype_size(p->g.dtype);
+	if (!memory || plan_rank_bytes(p) <= memory)
+		return 0;
+	text_bytes(&need, (double)plan_rank_bytes(p));
+	text_bytes(&have, (double)memory);
+	if (force)
+		log_warn("resident weights need %s a rank, --memory allows %s", need.s, have.s);
+	else
+		err_refuse(e, "resident weights need %s a rank (weights %llu, activations %llu, buffers %llu bytes), but --memory allows %s: "
+			   "allow more, or lower --window-tokens; gathered and streamed weights are not supported in this version", need.s,
+			   (unsigned long long)p->weight_bytes, (unsigned long long)(p->scratch_bytes + p->carry_bytes),
+			   (unsigned long long)p->capture_bytes, have.s);
+	text_release(&need);
+	text_release(&have);
+	return force ? 0 : -1;
+}
+
+/* ---- what is captured ---------------------------------------------------------------------------------------------------- */
+
+static int plan_ids(struct plan *p, const struct recipe *r, const struct target *target, struct err *e)
+{
+	if (r->n_layer_ids) {
+		p->g.nids = r->n_layer_ids;
+		p->ids = mem_calloc((size_t)r->n_layer_ids, sizeof *p->ids, e);
+		if (p->ids)
+			memcpy(p->ids, r->layer_ids, (size_t)r->n_layer_ids * sizeof *p->ids);
+	} else {
+		p->ids = recipe_default_layers(r->draft_num_hidden_layers, target->layers, &p->g.nids, e);
+	}
+	if (!p->ids)
+		return -1;
+	for (int i = 0; i < p->g.nids; i++) {
+		struct tap tap;
+
+		if (p->ids[i] < -1 || p->ids[i] >= target->layers)
+			return err_refuse(e, "recipe_args.target_layer_ids: layer %lld is outside -1 (the embedding output) to %lld", (long long)p->ids[i],
+					  (long long)target->layers - 1);
+		if (i && p->ids[i] <= p->ids[i - 1])
+			return err_refuse(e, "recipe_args.target_layer_ids: %lld after %lld, but ids must be strictly increasing",
+					  (long long)p->ids[i], (long long)p->ids[i - 1]);
+		if (target->model->tap(target, p->ids[i], &tap, e))
+			return -1;
+	}
+	return 0;
+}
+
+/* The template hash of the manifest: the tokens file's word, held against the recipe's own template where there is one. */
+static int plan_template(const struct tokens *t, const char *template_sha, const char **out, struct err *e)
+{
+	*out = t ? t->template_sha256 : template_sha[0] ? template_sha : SHA256_EMPTY;
+	if (t && template_sha[0] && strcmp(template_sha, t->template_sha256))
+		return err_refuse(e, "'%s' was made with another chat template (sha256 %.12s..., the recipe's is %.12s...): run dspark-tokenize again",
+				  t->file.path, t->template_sha256, template_sha);
+	return 0;
+}
+
+static json_t *manifest_json(const struct plan *p, const struct recipe *r, const struct target *t, const char *template_sha)
+{
+	json_t *ids = json_array();
+
+	for (int i = 0; i < p->g.nids; i++)
+		json_array_append_new(ids, json_integer(p->ids[i]));
+	return json_pack("{s:s, s:s, s:i, s:I, s:b, s:b, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:o, s:s, s:s, s:I, s:s, s:s?}",
+		"chat_template_sha256", template_sha, "dtype", dtype_recipe_name(p->g.dtype), "format_version", 1,
+		"hidden_size", (json_int_t)t->hidden, "mask_generation_prompt", r->mask_generation_prompt,
+		"mask_reasoning_content", r->mask_reasoning_content, "num_hidden_layers", (json_int_t)t->layers,
+		"num_samples", (json_int_t)p->g.rows, "seq_length", (json_int_t)p->g.seq_length,
+		"shard_size", (json_int_t)p->g.shard_size, "shuffle_seed", (json_int_t)r->shuffle_seed,
+		"target_hidden_dim", (json_int_t)(t->hidden * p->g.nids), "target_last_hidden_dim", (json_int_t)t->hidden,
+		"target_layer_ids", ids, "target_model", r->target, "target_model_type", t->type,
+		"target_vocab_size", (json_int_t)t->vocab, "train_data_path", r->train_data_path, "train_split", r->train_split);
+}
+
+static int plan_identity(struct plan *p, const struct recipe *r, const struct target *target, const struct tokens *t,
+			 const char *template_sha, struct err *e)
+{
+	p->identity.json = json_pack("{s:o, s:I, s:s, s:s, s:s, s:b, s:s, s:s, s:s, s:s, s:i}",
+		"manifest", manifest_json(p, r, target, template_sha), "pad_token_id", (json_int_t)p->g.pad_token_id,
+		"rows_xxh3_128", t ? t->rows_xxh3 : "", "tokenizer_xxh3_128", t ? t->tokenizer_xxh3 : "",
+		"weights_xxh3_128", p->weights, "target_force_hf", p->force_hf,
+		"compute_dtype", dtype_recipe_name(p->compute), "backend", p->device,
+		"layer_index", "output of decoder layer i, -1 embedding, last after the final norm",
+		"last_hidden", "after the final norm", "numerics", PLAN_NUMERICS);
+	if (!p->identity.json)
+		return err_fail(e, "out of memory, or a recipe string is not valid UTF-8");
+	return identity_finish(&p->identity, e);
+}
+
+/* ---- ranges --------------------------------------------------------------------------------------------------------------- */
+
+struct todo {
+	bool *done;			/* [shards] */
+	int64_t shards, left;
+};
+
+static int64_t shard_tokens(const struct plan *p, const struct tokens *t, int64_t shard)
+{
+	int64_t first = shard * p->g.shard_size;
+
+	return t->offset[first + geometry_shard_rows(&p->g, shard)] - t->offset[first];
+}
+
+static int range_add(struct plan_range *r, size_t *cap, const struct plan *p, const struct tokens *t, int64_t shard, struct err *e)
+{
+	if (r->nintervals && r->shards[r->nintervals - 1][1] == shard) {
+		r->shards[r->nintervals - 1][1]++;
+	} else {
+		if (mem_grow(&r->shards, cap, (size_t)r->nintervals + 1, sizeof *r->shards, e))
+			return -1;
+		r->shards[r->nintervals][0] = shard;
+		r->shards[r->nintervals++][1] = shard + 1;
+	}
+	r->nshards++;
+	r->rows += geometry_shard_rows(&p->g, shard);
+	r->tokens += shard_tokens(p, t, shard);
+	return 0;
+}
+
+/*
+ * By shards: the reference's partition, left // world shards a rank and one more for the first (left mod world). By tokens: a rank takes shards
+ * until the tokens handed out reach its proportional part, so no rank is off by more than half a shard; every rank still gets one where there are enough.
+ */
+static bool rank_is_full(const struct todo *d, const struct plan_range *r, int world, enum balance how, int64_t given, int64_t left,
+			 int64_t next, int64_t total)
+{
+	int64_t after = world - r->rank - 1;
+
+	if (how == BALANCE_SHARDS)
+		return r->nshards >= d->left / world + (r->rank < d->left % world);
+	if (!after)
+		return false;
+	if (left <= after)
+		return r->nshards >= 1;
+	return r->nshards >= 1 && (double)given + (double)next / 2 > (double)total / world * (r->rank + 1);
+}
+
+static int plan_ranges(struct plan *p, const struct tokens *t, const struct todo *d, enum balance how, struct err *e)
+{
+	int64_t total = 0, given = 0, left = d->left;
+	int rank = 0;
+	size_t cap = 0;
+
+	p->range = mem_calloc((size_t)p->world, sizeof *p->range, e);
+	if (!p->range)
+		return -1;
+	for (int i = 0; i < p->world; i++)
+		p->range[i].rank = i;
+	for (int64_t s = 0; s < d->shards; s++)
+		if (!d->done[s])
+			total += shard_tokens(p, t, s);
+	for (int64_t s = 0; s < d->shards; s++) {
+		int64_t tokens;
+
+		if (d->done[s])
+			continue;
+		tokens = shard_tokens(p, t, s);
+		while (rank < p->world - 1 && rank_is_full(d, &p->range[rank], p->world, how, given, left, tokens, total)) {
+			rank++;
+			cap = 0;
+		}
+		if (range_add(&p->range[rank], &cap, p, t, s, e))
+			return -1;
+		given += tokens;
+		left--;
+	}
+	for (int i = 0; i < p->world; i++) {
+		struct plan_cursor c;
+		int64_t first, n;
+
+		plan_windows(&c, p, &p->range[i], t);
+		while (plan_next_window(&c, &first, &n))
+			p->range[i].windows++;
+	}
+	return 0;
+}
+
+/* ---- sizes and the directory ------------------------------------------------------------------------------------------------ */
+
+static uint64_t blocks(uint64_t bytes, uint64_t block)
+{
+	return (bytes + block - 1) / block * block;
+}
+
+/* Exact file sizes, and what will be allocated for everything and for what is still to do. */
+static void plan_sizes(struct plan *p, const struct tokens *t, const struct todo *d, const struct file_space *space, uint64_t *needed)
+{
+	int64_t shards = geometry_shards(&p->g), last = shards ? geometry_shard_rows(&p->g, shards - 1) : 0;
+
+	p->shard_bytes = geometry_shard_bytes(&p->g, p->g.shard_size);
+	p->last_shard_bytes = shards ? geometry_shard_bytes(&p->g, last) : 0;
+	p->target_weights_bytes = geometry_target_weights(&p->g);
+	p->total_bytes = p->target_weights_bytes + (shards ? (uint64_t)(shards - 1) * p->shard_bytes + p->last_shard_bytes : 0);
+	p->allocated_bytes = blocks(p->target_weights_bytes, space->block) + space->block;
+	*needed = d->left ? p->allocated_bytes : 0;
+	for (int64_t s = 0; s < shards && t; s++) {
+		uint64_t b = geometry_allocated(&p->g, geometry_shard_rows(&p->g, s), shard_tokens(p, t, s), space->block, space->sparse);
+
+		p->allocated_bytes += b;
+		if (!d->done[s])
+			*needed += b;
+	}
+}
+
+static int check_space(const struct plan *p, uint64_t needed, uint64_t free_bytes, bool force, struct err *e)
+{
+	struct text need = TEXT_INIT, have = TEXT_INIT;
+
+	if (needed <= free_bytes)
+		return 0;
+	text_bytes(&need, (double)needed);
+	text_bytes(&have, (double)free_bytes);
+	if (force)
+		log_warn("'%s' has %s free, but the cache still needs %s", p->cache_dir, have.s, need.s);
+	else
+		err_refuse(e, "'%s' has %s free, but the cache still needs %s (%llu bytes): make room, choose another "
+			   "recipe_args.cache_output_dir, or use -f to go on anyway", p->cache_dir, have.s, need.s,
+			   (unsigned long long)needed);
+	text_release(&need);
+	text_release(&have);
+	return force ? 0 : -1;
+}
+
+static int check_directory(const struct plan *p, const struct cache_state *s, struct err *e)
+{
+	struct text fields = TEXT_INIT;
+	int rc = 0;
+
+	if (!s->exists || !s->identity)
+		return 0;
+	identity_differences(&fields, s->identity, p->identity.json);
+	if (fields.len) {
+		while (fields.len && fields.s[fields.len - 1] == '\n')
+			fields.s[--fields.len] = '\0';
+		rc = err_refuse(e, "'%s' already holds another cache; choose another recipe_args.cache_output_dir or remove it. It differs in:\n%s",
+				p->cache_dir, fields.s);
+	} else if (s->foreign) {
+		rc = err_refuse(e, "'%s' holds a cache without dspark.json, made by another program: choose another recipe_args.cache_output_dir "
+				"or remove it", p->cache_dir);
+	}
+	text_release(&fields);
+	return rc;
+}
+
+/* ---- the whole ---------------------------------------------------------------------------------------------------------------- */
+
+static int plan_mesh(struct plan *p, const struct recipe *r, const struct target *target, const struct layout_options *o, struct err *e)
+{
+	p->ep = (int)r->ep_size;
+	p->cp = (int)r->cp_size;
+	p->replicate = (int)r->dp_replicate_size;
+	p->world = (int)(o->world ? o->world : r->ep_size);
+	if (p->world % p->ep)
+		return err_refuse(e, "distributed.ep_size is %d, which does not divide a world of %d ranks", p->ep, p->world);
+	if (p->ep > 1 && target->experts && target->experts % p->ep)
+		return err_refuse(e, "distributed.ep_size is %d, which does not divide the target's %lld experts", p->ep,
+				  (long long)target->experts);
+	if (p->world % p->cp)
+		return err_refuse(e, "distributed.cp_size is %d, which does not divide a world of %d ranks", p->cp, p->world);
+	if (p->cp > 1)
+		return err_refuse(e, "distributed.cp_size is %d: context parallelism is not supported in this version, set it to 1", p->cp);
+	p->sharded = target->sharded;
+	return 0;
+}
+
+static int plan_device(struct plan *p, const struct recipe *r, const struct layout_options *o, struct err *e)
+{
+	bool cuda = !strcmp(o->device, "cuda") ||
+		    (!strcmp(o->device, "auto") && (o->cuda_here || (p->world > 1 && r->backend && !strcmp(r->backend, "nccl"))));
+
+	p->device = mem_strdup(cuda ? "cuda" : "cpu", e);
+	p->compute = o->compute != DT_NONE ? o->compute : cuda ? DT_BF16 : DT_F32;
+	return p->device ? 0 : -1;
+}
+
+static int plan_residency(struct plan *p, const struct target *target, const struct layout_options *o, struct err *e)
+{
+	p->residency = o->weights >= 0 ? (enum residency)o->weights : target->sharded ? WEIGHTS_GATHER : WEIGHTS_RESIDENT;
+	if (p->residency != WEIGHTS_RESIDENT)
+		return err_refuse(e, "--weights %s is not supported in this version (resident is)", residency_name(p->residency));
+	p->window_tokens = o->window_tokens ? o->window_tokens : LAYOUT_WINDOW_TOKENS;
+	p->chunk_tokens = p->window_tokens < LAYOUT_CHUNK_TOKENS ? p->window_tokens : LAYOUT_CHUNK_TOKENS;
+	return 0;
+}
+
+static int plan_copy(struct plan *p, const struct recipe *r, const struct tokens *t, const char *tokens_path,
+		     const struct layout_options *o, struct err *e)
+{
+	p->version = PLAN_VERSION;
+	p->force_hf = r->target_force_hf;
+	p->target_layers = r->target_num_hidden_layers;
+	p->timeout_minutes = r->timeout_minutes;
+	p->recipe = json_incref(r->tree);
+	p->g.seq_length = r->seq_length;
+	p->g.shard_size = r->cache_shard_size;
+	p->g.dtype = r->cache_dtype;
+	p->g.rows = t ? t->rows : 0;
+	p->g.pad_token_id = t ? t->pad_token_id : 0;
+	p->tokens = tokens_path ? mem_strdup(tokens_path, e) : NULL;
+	p->target_dir = mem_strdup(r->target, e);
+	p->cache_dir = mem_strdup(r->cache_output_dir, e);
+	p->balance = mem_strdup(o->balance == BALANCE_SHARDS ? "shards" : "tokens", e);
+	return p->target_dir && p->cache_dir && p->balance && (p->tokens || !tokens_path) ? 0 : -1;
+}
+
+static int plan_target_facts(struct plan *p, const struct recipe *r, struct target *target, const struct checkpoint *c, struct err *e)
+{
+	p->config = json_incref(c->config);
+	p->g.hidden = target->hidden;
+	p->g.vocab = target->vocab;
+	if (target->max_positions && r->seq_length > target->max_positions)
+		return err_refuse(e, "recipe_args.seq_length is %lld, but the target ends at %lld positions", (long long)r->seq_length,
+				  (long long)target->max_positions);
+	if (plan_ids(p, r, target, e) || geometry_check(&p->g, "the recipe's cache", e))
+		return -1;
+	if (!c->partial && checkpoint_identity(c, p->weights, e))
+		return -1;
+	stage_key(p->stage_key, p->weights, &(struct stage_mesh){ p->world, p->ep, p->replicate, p->sharded }, p->target_layers,
+		  p->force_hf);
+	return 0;
+}
+
+/* With the directory known: what is left, how the ranks share it, how big it becomes. */
+static int plan_work(struct plan *p, const struct tokens *t, const struct layout_options *o, struct err *e)
+{
+	struct todo d = { .shards = geometry_shards(&p->g) };
+	struct cache_state state = { 0 };
+	struct file_space space;
+	uint64_t needed;
+	int64_t done = 0;
+	int rc = -1;
+
+	d.done = mem_calloc((size_t)d.shards, sizeof *d.done, e);
+	if (!d.done || cache_inspect(&state, p->cache_dir, e) || check_directory(p, &state, e) ||
+	    cache_done(p->cache_dir, &p->g, p->identity.digest, d.done, &done, e) || file_space(p->cache_dir, &space, e))
+		goto out;
+	d.left = d.shards - done;
+	plan_sizes(p, t, &d, &space, &needed);
+	if (t && check_space(p, needed, space.free, o->force, e))
+		goto out;
+	rc = p->runnable ? plan_ranges(p, t, &d, o->balance, e) : 0;
+out:
+	free(d.done);
+	cache_state_release(&state);
+	return rc;
+}
+
+int layout_plan(struct plan *p, const struct recipe *r, struct target *target, const struct checkpoint *c, const struct tokens *t,
+		const char *tokens_path, const char *template_sha, const struct layout_options *o, struct err *e)
+{
+	const char *sha;
+
+	memset(p, 0, sizeof *p);
+	p->runnable = t && !c->partial;
+	if (plan_copy(p, r, t, tokens_path, o, e) || plan_mesh(p, r, target, o, e) || plan_device(p, r, o, e) ||
+	    plan_residency(p, target, o, e) || plan_target_facts(p, r, target, c, e))
+		goto bad;
+	if (t && (tokens_match(t, r, e) || plan_template(t, template_sha, &sha, e) || tokens_verify(t, target->vocab, e)))
+		goto bad;
+	if (!t && plan_template(NULL, template_sha, &sha, e))
+		goto bad;
+	if (plan_memory(p, target, c, t, o->memory, o->force, e) || plan_identity(p, r, target, t, sha, e) || plan_work(p, t, o, e))
+		goto bad;
+	return 0;
+bad:
+	plan_release(p);
+	return -1;
+}
+
+json_t *layout_host(const struct plan *p, const struct recipe *r, struct err *e)
+{
+	char cwd[4096], name[256] = "";
+	struct file_space space;
+	int64_t done = 0;
+	json_t *host;
+
+	if (!getcwd(cwd, sizeof cwd)) {
+		err_errno(e, "cannot find the working directory");
+		return NULL;
+	}
+	gethostname(name, sizeof name - 1);
+	if (file_space(p->cache_dir, &space, e))
+		return NULL;
+	done = geometry_shards(&p->g);
+	for (int i = 0; p->range && i < p->world; i++)
+		done -= p->range[i].nshards;
+	host = json_pack("{s:s, s:s, s:s, s:s?, s:I, s:I, s:I, s:b}", "record", "host", "cwd", cwd, "host", name,
+		"target_dir", strcmp(r->target, r->target_dir) ? r->target_dir : NULL, "free_bytes", (json_int_t)space.free,
+		"block_bytes", (json_int_t)space.block, "shards_present", (json_int_t)(p->range ? done : 0), "sparse", space.sparse);
+	if (!host)
+		err_fail(e, "out of memory, or a path is not valid UTF-8");
+	return host;
+}

@@ -1,0 +1,284 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The machinery around models: choosing the family, building specs, finding their tensors. Knows no family by name but the one it must refuse. */
+#ifdef HAVE_CONFIG_H
+#include <config.h>
+#endif
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "err.h"
+#include "json.h"
+#include "mem.h"
+#include "model.h"
+#include "text.h"
+
+static const struct model *find_model(const char *type)
+{
+	for (const struct model *const *m = models; *m; m++)
+		for (const char *const *t = (*m)->types; *t; t++)
+			if (!strcmp(*t, type))
+				return *m;
+	return NULL;
+}
+
+static int refuse_type(const char *dir, const char *type, struct err *e)
+{
+	struct text known = TEXT_INIT;
+
+	if (!strncmp(type, "minimax_m3", strlen("minimax_m3")))
+		return err_refuse(e, "target '%s' is MiniMax M3 (model_type '%s'), a multimodal model: the cache is text-only; "
+				  "choose a text target", dir, type);
+	for (const struct model *const *m = models; *m; m++)
+		for (const char *const *t = (*m)->types; *t; t++)
+			text_printf(&known, "%s%s", known.len ? ", " : "", *t);
+	err_refuse(e, "target '%s' has model_type '%s', which this version does not support (it supports %s)", dir, type,
+		   known.s ? known.s : "none");
+	text_release(&known);
+	return -1;
+}
+
+int target_open(struct target *t, const char *dir, const json_t *config, const struct target_options *o, struct err *e)
+{
+	const char *type;
+
+	memset(t, 0, sizeof *t);
+	if (json_str(config, "config.json", "model_type", &type, e))
+		return err_context(e, "target '%s'", dir);
+	t->model = find_model(type);
+	if (!t->model)
+		return refuse_type(dir, type, e);
+	t->type = mem_strdup(type, e);
+	if (!t->type || t->model->config(t, config, o, e)) {
+		err_context(e, "target '%s'", dir);
+		target_release(t);
+		return -1;
+	}
+	return 0;
+}
+
+void target_release(struct target *t)
+{
+	if (t->model && t->model->release)
+		t->model->release(t);
+	free(t->type);
+	memset(t, 0, sizeof *t);
+}
+
+/* ---- specs ---------------------------------------------------------------------------------------------------------- */
+
+static void part_vadd(struct weight_spec *s, int64_t rows, const char *fmt, va_list ap)
+{
+	struct weight_part *p = &s->part[s->nparts++];
+
+	vsnprintf(p->name, sizeof p->name, fmt, ap);
+	p->rows = rows;
+}
+
+void weight_part_add(struct weight_spec *s, int64_t rows, const char *fmt, ...)
+{
+	va_list ap;
+
+	va_start(ap, fmt);
+	part_vadd(s, rows, fmt, ap);
+	va_end(ap);
+	s->rows += rows;
+}
+
+struct weight_spec weight_matrix(struct weight *field, enum unit_kind unit, int layer, int64_t rows, int64_t cols,
+				 const char *fmt, ...)
+{
+	struct weight_spec s = {
+		.field = field, .unit = unit, .layer = layer, .count = 1, .rows = rows, .cols = cols,
+		.use = USE_PRODUCT, .kind = WEIGHT_BULK, .shard = SHARD_ROWS,
+	};
+	va_list ap;
+
+	va_start(ap, fmt);
+	part_vadd(&s, rows, fmt, ap);
+	va_end(ap);
+	return s;
+}
+
+struct weight_spec weight_vector(struct weight *field, enum unit_kind unit, int layer, int64_t n, const char *fmt, ...)
+{
+	struct weight_spec s = {
+		.field = field, .unit = unit, .layer = layer, .count = 1, .rows = n, .cols = 1, .vector = true,
+		.use = USE_VECTOR, .kind = WEIGHT_BULK, .shard = SHARD_ROWS,
+	};
+	va_list ap;
+
+	va_start(ap, fmt);
+	part_vadd(&s, n, fmt, ap);
+	va_end(ap);
+	return s;
+}
+
+/* ---- finding tensors ------------------------------------------------------------------------------------------------ */
+
+struct resolver {
+	const struct weight_spec *spec;
+	const struct catalogue *catalogue;
+	enum dtype *stored;
+	int (*each)(void *ctx, const struct weight_source *src, struct err *e);
+	void *ctx;
+};
+
+static int expand(char out[WEIGHT_NAME + 16], const char *name, int64_t expert)
+{
+	const char *at = strstr(name, "{e}");
+
+	if (!at)
+		return snprintf(out, WEIGHT_NAME + 16, "%s", name);
+	return snprintf(out, WEIGHT_NAME + 16, "%.*s%lld%s", (int)(at - name), name, (long long)expert, at + 3);
+}
+
+static void shape_text(struct text *out, const int64_t *shape, int n)
+{
+	text_add(out, "[");
+	for (int i = 0; i < n; i++)
+		text_printf(out, "%s%lld", i ? ", " : "", (long long)shape[i]);
+	text_add(out, "]");
+}
+
+static int wrong_shape(const struct resolver *r, const struct entry *t, const int64_t *want, int n, struct err *e)
+{
+	struct text have = TEXT_INIT, need = TEXT_INIT;
+
+	shape_text(&have, t->shape, t->ndim);
+	shape_text(&need, want, n);
+	err_refuse(e, "tensor '%s' of '%s' has shape %s, but config.json asks for %s", t->name, r->catalogue->path,
+		   have.s ? have.s : "?", need.s ? need.s : "?");
+	text_release(&have);
+	text_release(&need);
+	return -1;
+}
+
+/* [lead.., rows, cols] with `lead` 1 or the expert count; dimensions of size 1 inside the columns are free ([n,1,4] is [n,4]). */
+static int check_shape(const struct resolver *r, const struct entry *t, int64_t lead, int64_t rows, struct err *e)
+{
+	const struct weight_spec *s = r->spec;
+	int64_t want[3], cols = 1;
+	int n = 0, at = 0;
+
+	if (lead > 1)
+		want[n++] = lead;
+	want[n++] = rows;
+	if (!s->vector)
+		want[n++] = s->cols;
+	for (; at < (lead > 1 ? 2 : 1); at++)
+		if (at >= t->ndim || t->shape[at] != want[at])
+			return wrong_shape(r, t, want, n, e);
+	for (; at < t->ndim; at++)
+		cols *= t->shape[at];
+	if (cols != s->cols || (s->vector && t->ndim != n))
+		return wrong_shape(r, t, want, n, e);
+	return 0;
+}
+
+static int check_dtype(const struct resolver *r, const struct entry *t, struct err *e)
+{
+	bool raw = r->spec->kind == WEIGHT_RAW;
+
+	if (raw ? t->dtype == DT_I64 || t->dtype == DT_I32 : t->dtype == DT_F32 || t->dtype == DT_BF16 || t->dtype == DT_F16) {
+		if (*r->stored == DT_NONE)
+			*r->stored = t->dtype;
+		else if (*r->stored != t->dtype)
+			*r->stored = raw ? DT_I64 : DT_F32;
+		return 0;
+	}
+	if (t->dtype == DT_F8_E4M3 || t->dtype == DT_F8_E5M2 || t->dtype == DT_I8 || t->dtype == DT_U8)
+		return err_refuse(e, "tensor '%s' of '%s' is stored as %s: packed (quantised) weights are not supported in this version; "
+				  "use the BF16 checkpoint", t->name, r->catalogue->path, dtype_name(t->dtype));
+	return err_refuse(e, "tensor '%s' of '%s' is stored as %s, which cannot be a %s weight", t->name, r->catalogue->path,
+			  dtype_name(t->dtype), raw ? "integer" : "floating-point");
+}
+
+static int give(const struct resolver *r, const struct entry *t, int64_t index, int64_t row0, int64_t rows, int64_t from,
+		struct err *e)
+{
+	struct weight_source src = { t, index, row0, rows, from };
+
+	return r->each ? r->each(r->ctx, &src, e) : 0;
+}
+
+static int resolve_part(const struct resolver *r, const struct weight_part *p, int64_t index, int64_t row0, struct err *e)
+{
+	char name[WEIGHT_NAME + 16];
+	const struct entry *t;
+
+	expand(name, p->name, index);
+	t = r->catalogue->find(r->catalogue, name);
+	if (!t && p->alt[0]) {
+		char alt[WEIGHT_NAME + 16];
+
+		expand(alt, p->alt, index);
+		t = r->catalogue->find(r->catalogue, alt);
+	}
+	if (!t) {
+		if (p->optional || r->spec->optional)
+			return 0;
+		return err_refuse(e, "tensor '%s' is missing from '%s'", name, r->catalogue->path);
+	}
+	if (check_shape(r, t, 1, p->rows, e) || check_dtype(r, t, e))
+		return -1;
+	return give(r, t, index, row0, p->rows, 0, e);
+}
+
+static int resolve_fused(const struct resolver *r, const struct entry *t, struct err *e)
+{
+	const struct weight_spec *s = r->spec;
+
+	if (check_shape(r, t, s->count, s->rows, e) || check_dtype(r, t, e))
+		return -1;
+	for (int64_t i = 0; i < s->count; i++)
+		if (give(r, t, i, 0, s->rows, i * s->rows, e))
+			return -1;
+	return 0;
+}
+
+int weight_resolve(const struct weight_spec *s, const struct catalogue *c, enum dtype *stored,
+		   int (*each)(void *ctx, const struct weight_source *src, struct err *e), void *ctx, struct err *e)
+{
+	struct resolver r = { s, c, stored, each, ctx };
+	const struct entry *fused = s->fused[0] ? c->find(c, s->fused) : NULL;
+
+	*stored = DT_NONE;
+	if (s->derived)
+		return 0;
+	if (fused)
+		return resolve_fused(&r, fused, e);
+	for (int64_t i = 0; i < s->count; i++) {
+		int64_t row0 = 0;
+
+		for (int p = 0; p < s->nparts; row0 += s->part[p++].rows)
+			if (resolve_part(&r, &s->part[p], i, row0, e))
+				return -1;
+	}
+	return 0;
+}
+
+/* ---- scratch -------------------------------------------------------------------------------------------------------- */
+
+struct tensor scratch(struct chunk *c, enum dtype dtype, int64_t rows, int64_t cols)
+{
+	struct arena *a = &c->scratch;
+	uint64_t bytes = ((uint64_t)rows * (uint64_t)cols * dtype_size(dtype) + 63) & ~(uint64_t)63;
+	struct tensor t = { NULL, dtype, rows, cols, cols };
+
+	if (a->base) {
+		if (a->used + bytes > a->size) {
+			err_fail(&c->dev->err, "a chunk of %lld tokens needs more scratch memory than the %llu bytes planned",
+				 (long long)c->tokens, (unsigned long long)a->size);
+			t.p = a->base;	/* verbs may touch what lies there until the failure is seen: never outside */
+			t.rows = 0;
+			return t;
+		}
+		t.p = a->base + a->used;
+	}
+	a->used += bytes;
+	if (a->used > a->peak)
+		a->peak = a->used;
+	return t;
+}

@@ -1,0 +1,101 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * plan: what each rank does and how big all becomes, as data and as records (`plan`, `host`, `range`).
+ *
+ * Windows and chunks are fixed by a rule, not listed: a rank's rows in order, cut before the row that would exceed window_tokens (chunk_tokens);
+ * a row longer than that is alone. Everything is derived from the tokens file's row offsets and the numbers here.
+ */
+#ifndef DSPARK_PLAN_H
+#define DSPARK_PLAN_H
+
+#include <jansson.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+
+#include "dtype.h"
+#include "geometry.h"
+#include "identity.h"
+#include "record.h"
+
+struct err;
+struct tokens;
+
+#define PLAN_VERSION 1
+
+/* Raised whenever results change. */
+#define PLAN_NUMERICS 1
+
+enum residency { WEIGHTS_RESIDENT, WEIGHTS_GATHER, WEIGHTS_STREAM, WEIGHTS_GATHER_STREAM, WEIGHTS_COUNT };
+const char *residency_name(enum residency r);		/* "resident", "gather", "stream", "gather,stream" */
+
+struct plan_range {
+	int rank;
+	int64_t (*shards)[2];		/* intervals [first, end), ascending */
+	int nintervals;
+	int64_t nshards, rows, tokens, windows;
+};
+
+struct plan {
+	int version, world;
+	bool runnable;			/* false: an estimate */
+	char digest[DIGEST_HEX];	/* XXH3-128 of the plan record without this member and of the ranges */
+	json_t *recipe;			/* resolved, paths as written */
+	json_t *config;			/* the target's config.json, so that forward needs nothing of the checkpoint but the stage */
+	char *tokens;			/* path as written; NULL in an estimate */
+	char *target_dir, *cache_dir;	/* as written */
+	struct geometry g;
+	int64_t *ids;			/* [g.nids] captured layers */
+	struct identity identity;
+	char weights[DIGEST_HEX], stage_key[DIGEST_HEX];
+	enum dtype compute;
+	char *device;			/* "cpu", "cuda" */
+	enum residency residency;
+	bool force_hf, sharded;
+	int64_t target_layers;		/* target_num_hidden_layers, 0 = all */
+	int ep, cp, replicate;
+	int64_t window_tokens, chunk_tokens;	/* the cutting rule */
+	int64_t window_most, chunk_most;	/* tokens of the largest window and chunk: the rule's number or the longest row */
+	double timeout_minutes;
+	char *balance;			/* "tokens", "shards" */
+
+	/* Bytes of the cache, and of the memory of one rank. */
+	uint64_t shard_bytes, last_shard_bytes, target_weights_bytes, total_bytes, allocated_bytes;
+	uint64_t weight_bytes, scratch_bytes, carry_bytes, capture_bytes;
+
+	struct plan_range *range;	/* [world]; NULL in an estimate */
+
+	/* From the `host` record: where the plan was made. */
+	char *cwd;			/* relative paths start there */
+	char *target_found;		/* directory that target_dir stands for when it is a name in the Hugging Face cache, else NULL */
+};
+
+/* Fills p from a run; refuses a run without plan, fewer ranges than its world, an estimate, another version, a digest that does not match. */
+int plan_read(struct plan *p, const struct run *r, struct err *e);
+
+/* Computes the digest and writes the plan record, `host` (a reference is not taken) and one range a rank. */
+int plan_write(FILE *out, struct plan *p, json_t *host, struct err *e);
+void plan_release(struct plan *p);
+
+/* A path of the plan as seen from here: absolute, or joined to the plan's cwd. malloc'ed. */
+char *plan_path(const struct plan *p, const char *path, struct err *e);
+char *plan_target(const struct plan *p, struct err *e);		/* the model directory, likewise */
+
+/* What `dspark-forward` must be started as, for the message about a world that does not fit. */
+uint64_t plan_rank_bytes(const struct plan *p);			/* weights + scratch + carry + capture */
+
+/* Windows of a rank's range, walked in order. A window never crosses an interval's end. */
+struct plan_cursor {
+	const struct plan *plan;
+	const struct plan_range *range;
+	const struct tokens *tokens;
+	int interval;
+	int64_t row;			/* next row of that interval, -1 = its start */
+};
+void plan_windows(struct plan_cursor *c, const struct plan *p, const struct plan_range *range, const struct tokens *t);
+/* The next window: rows [*first, *first + *n). False at the end. */
+bool plan_next_window(struct plan_cursor *c, int64_t *first, int64_t *n);
+/* How many rows from `first`, at most n and at least one, stay within `tokens` tokens. */
+int64_t plan_fit(const struct tokens *t, int64_t first, int64_t n, int64_t tokens);
+
+#endif
