@@ -34,4 +34,32 @@ if [ -n "$GOLDEN" ] && [ -z "${DSPARK_TEST_QUICK-}" ]; then
 	done
 fi
 check "there are cases" [ "$cases" -ge 15 ]
+
+# Whole recipes: the rows that the reference fed its target, by the hash over ids, masks and offsets.
+rows_hash() {
+	head -c 65536 "$1" | grep -a -o '"rows_xxh3_128": *"[0-9a-f]*"' | tr -d ' '
+}
+
+same_rows() {
+	(cd "$1" && dspark-tokenize -q -c recipe.yaml -o "$tmp/tokens.safetensors") || return
+	rows_hash "$1/tokens.safetensors" >"$tmp/want"
+	rows_hash "$tmp/tokens.safetensors" >"$tmp/have"
+	[ -s "$tmp/want" ] && diff "$tmp/want" "$tmp/have"
+}
+
+for root in "$bundled" ${GOLDEN:+"$GOLDEN"}; do
+	for dir in "$root"/e2e-*/; do
+		dir=${dir%/}
+		case ${dir##*/} in
+		*parquet*) need_python "${dir##*/}: rows" datasets || continue ;;
+		esac
+		check "${dir##*/}: rows" same_rows "$dir"
+	done
+done
+
+# The tokens file of the example is what its rows give.
+example_tokens() {
+	(cd "$top_srcdir/examples/quickstart" && dspark-tokenize -q -c recipe.yaml -o "$tmp/tokens" && cmp "$tmp/tokens" tokens.safetensors)
+}
+check "examples/quickstart: tokens" example_tokens
 done_testing
