@@ -58,8 +58,5 @@ for root in "$bundled" ${GOLDEN:+"$GOLDEN"}; do
 done
 
 # The tokens file of the example is what its rows give.
-example_tokens() {
-	(cd "$top_srcdir/examples/quickstart" && dspark-tokenize -q -c recipe.yaml -o "$tmp/tokens" && cmp "$tmp/tokens" tokens.safetensors)
-}
-check "examples/quickstart: tokens" example_tokens
+check "examples/quickstart: rows" same_rows "$top_srcdir/examples/quickstart"
 done_testing
