@@ -74,7 +74,8 @@ static int meta_hash(const struct tokens *t, const char *key, size_t digits, boo
 		return -1;
 	if ((empty && !**out) || (strlen(*out) == digits && strspn(*out, "0123456789abcdef") == digits))
 		return 0;
-	return err_refuse(e, "its metadata says %s '%s': it must be %zu hexadecimal digits in lower case", key, *out, digits);
+	return err_refuse(e, "its metadata says %s '%s': it must be %zu hexadecimal digits in lower case%s", key, *out, digits,
+			  digits == SHA256_HEX - 1 ? "; set recipe_args.chat_template if the tokenizer has several templates" : "");
 }
 
 /* JSON: null or a string. */
@@ -145,7 +146,7 @@ static int check_offsets(const struct tokens *t, struct err *e)
 			return err_refuse(e, "row_offsets must ascend to %" PRId64 ", but row %" PRId64 " goes from %" PRId64 " to %" PRId64, t->total, i,
 					  begin, end);
 		if (end == begin)
-			return err_refuse(e, "row %" PRId64 " has no token: leave such rows out", i);
+			return err_refuse(e, "row %" PRId64 " has no token: leave it out, as dspark-tokenize --min-loss-tokens 1 does", i);
 		if (end - begin > t->seq_length)
 			return err_refuse(e, "row %" PRId64 " has %" PRId64 " tokens, more than seq_length, %" PRId64 ": cut it", i, end - begin,
 					  t->seq_length);
