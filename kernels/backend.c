@@ -16,7 +16,7 @@ static const struct {
 #ifdef HAVE_ONEDNN
 	{ "cpu", &backend_cpu },
 #else
-	{ "cpu", NULL },
+	{ "cpu", &backend_ref },	/* slow, but the same verbs */
 #endif
 	{ "cuda", NULL },
 };
