@@ -16,7 +16,7 @@ table_c() {
 }
 
 table_py() {
-	sed -n 's/^    ("[a-zA-Z]*", "\([a-z-]*\)", .*/--\1/p' "$1"
+	sed -n '/^LONG = /,/\]/p' "$1" | grep -oE '"[a-z-]+=?"' | tr -d '"=' | sed 's/^/--/'
 }
 
 table_sh() {
