@@ -1,0 +1,619 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * stage_copy: large sequential reads, one hash, large sequential writes. The next pieces of the source are asked for while one is
+ * written, and written pages are handed to the disk at once, so that neither end waits for the other and the last fsync is short.
+ *
+ *	raw: header with room for the hashes | tensors ...	then the header again, with the hashes
+ *	lz4: block | block | ...				the table goes to the index
+ */
+#ifdef HAVE_CONFIG_H
+#include <config.h>
+#endif
+
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "err.h"
+#include "file.h"
+#include "mem.h"
+#include "pack.h"
+#include "safetensors.h"
+#include "stage_copy.h"
+
+#define PIECE ((size_t)8 << 20)
+#define AHEAD (4 * PIECE)
+#define PIECE_BLOCKS (PIECE / PACK_BLOCK)
+#define THREADS_MAX 16
+#define RAW_FORMAT "dspark-stage"
+
+/* ---- packing a piece on all cores ------------------------------------------------------------------------------------ */
+
+/* Blocks of one piece are taken in any order, each packed to its own room, and written in theirs. */
+struct packer {
+	const char *src;
+	size_t n;
+	enum dtype dtype;
+	atomic_size_t next;
+	char *out;			/* [PIECE_BLOCKS] of pack_bound(PACK_BLOCK) */
+	size_t len[PIECE_BLOCKS];
+	char *scratch[THREADS_MAX];
+};
+
+struct packer_thread {
+	struct packer *p;
+	char *scratch;
+};
+
+static void *pack_some(void *arg)
+{
+	struct packer_thread *t = arg;
+	struct packer *p = t->p;
+	size_t i;
+
+	while ((i = atomic_fetch_add(&p->next, 1)) * PACK_BLOCK < p->n) {
+		size_t at = i * PACK_BLOCK, n = p->n - at < PACK_BLOCK ? p->n - at : PACK_BLOCK;
+
+		p->len[i] = pack_block(p->out + i * pack_bound(PACK_BLOCK), p->src + at, n, p->dtype, t->scratch);
+	}
+	return NULL;
+}
+
+static void pack_piece(struct packer *p, const char *src, size_t n, enum dtype d, int threads)
+{
+	struct packer_thread arg[THREADS_MAX];
+	pthread_t thread[THREADS_MAX];
+	int i, made = 0;
+
+	p->src = src;
+	p->n = n;
+	p->dtype = d;
+	atomic_store(&p->next, 0);
+	for (i = 0; i < threads; i++)
+		arg[i] = (struct packer_thread){ p, p->scratch[i] };
+	/* a thread that cannot be made leaves its blocks to the others, this one among them */
+	for (i = 1; i < threads && (size_t)i * PACK_BLOCK < n; i++, made++)
+		if (pthread_create(&thread[made], NULL, pack_some, &arg[i]))
+			break;
+	pack_some(&arg[0]);
+	for (i = 0; i < made; i++)
+		pthread_join(thread[i], NULL);
+}
+
+static void packer_free(struct packer *p)
+{
+	int i;
+
+	for (i = 0; p && i < THREADS_MAX; i++)
+		free(p->scratch[i]);
+	if (p)
+		free(p->out);
+	free(p);
+}
+
+static struct packer *packer_new(int threads, struct err *e)
+{
+	struct packer *p = mem_calloc(1, sizeof *p, e);
+	int i;
+
+	if (!p)
+		return NULL;
+	p->out = mem_aligned(PIECE_BLOCKS * pack_bound(PACK_BLOCK), e);
+	for (i = 0; p->out && i < threads; i++)
+		if (!(p->scratch[i] = mem_aligned(PACK_SCRATCH, e)))
+			break;
+	if (p->out && i == threads)
+		return p;
+	packer_free(p);
+	return NULL;
+}
+
+/* ---- files ----------------------------------------------------------------------------------------------------------- */
+
+int stage_copier_open(struct stage_copier *k, const char *dir, const struct checkpoint *c, struct progress *p, struct err *e)
+{
+	cpu_set_t cpus;
+	size_t i;
+
+	*k = (struct stage_copier){ .dir = dir, .checkpoint = c, .progress = p, .threads = 1 };
+	if (!sched_getaffinity(0, sizeof cpus, &cpus))
+		k->threads = CPU_COUNT(&cpus) < THREADS_MAX ? CPU_COUNT(&cpus) : THREADS_MAX;
+	k->fd = mem_calloc(c->nfiles, sizeof *k->fd, e);
+	for (i = 0; k->fd && i < c->nfiles; i++)
+		k->fd[i] = -1;
+	k->buf = mem_aligned(PIECE, e);
+	return k->fd && k->buf ? 0 : -1;
+}
+
+void stage_copier_release(struct stage_copier *k)
+{
+	size_t i;
+
+	for (i = 0; k->fd && i < k->checkpoint->nfiles; i++)
+		if (k->fd[i] >= 0)
+			close(k->fd[i]);
+	free(k->fd);
+	free(k->buf);
+	packer_free(k->packer);
+	*k = (struct stage_copier){ 0 };
+}
+
+typedef int piece_fn(void *ctx, const char *buf, size_t n, struct err *e);
+
+/* Bytes [at, at + n) of a file, a piece at a time. */
+static int read_pieces(struct stage_copier *k, int fd, const char *path, uint64_t at, uint64_t n, piece_fn *each, void *ctx,
+		       struct err *e)
+{
+	while (n) {
+		size_t part = n < PIECE ? (size_t)n : PIECE;
+
+		posix_fadvise(fd, (off_t)at, (off_t)(n < AHEAD ? n : AHEAD), POSIX_FADV_WILLNEED);
+		if (file_pread(fd, path, k->buf, part, at, e) || each(ctx, k->buf, part, e))
+			return -1;
+		at += part;
+		n -= part;
+	}
+	return 0;
+}
+
+static void advance(struct stage_copier *k, uint64_t n)
+{
+	k->done += n;
+	if (k->progress)
+		progress_update(k->progress, (int64_t)k->done, 0, (int64_t)k->done);
+}
+
+/* Bytes of a checkpoint file; `path` is for messages and freed by the caller. */
+static int source(struct stage_copier *k, int i, char **path, struct err *e)
+{
+	*path = file_join(k->checkpoint->dir, k->checkpoint->file[i].name, e);
+	if (*path && k->fd[i] < 0) {
+		k->fd[i] = file_open(*path, e);
+		if (k->fd[i] >= 0)
+			posix_fadvise(k->fd[i], 0, 0, POSIX_FADV_SEQUENTIAL);
+	}
+	return *path ? k->fd[i] : -1;
+}
+
+/* A checkpoint that is being written or downloaded must not become a copy that claims its identity. */
+static int check_sources(const struct stage_copier *k, struct err *e)
+{
+	const struct checkpoint *c = k->checkpoint;
+	size_t i;
+
+	for (i = 0; i < c->nfiles; i++) {
+		char *path = k->fd[i] < 0 ? NULL : file_join(c->dir, c->file[i].name, e);
+		int64_t mtime = 0;
+		uint64_t size = 0;
+		int rc;
+
+		if (k->fd[i] < 0)
+			continue;
+		rc = !path || file_size(path, &size, &mtime, e) ? -1 : 0;
+		if (!rc && (size != c->file[i].size || mtime != c->file[i].mtime_ns))
+			rc = err_fail(e, "'%s' changed while it was copied", path);
+		free(path);
+		if (rc)
+			return -1;
+	}
+	return 0;
+}
+
+/* The copy being written. */
+struct target_file {
+	struct stage_copier *k;
+	struct file_new file;
+	uint64_t at;			/* where the next byte goes */
+	struct digest *digest;		/* of the tensor */
+	enum dtype dtype;
+	uint64_t *block;		/* LZ4: the tensor's table, filled as blocks are written */
+};
+
+static int put(struct target_file *t, const void *buf, size_t n, struct err *e)
+{
+	if (file_pwrite(t->file.fd, t->file.tmp, buf, n, t->at, e))
+		return -1;
+	if (n >= PACK_BLOCK)
+		sync_file_range(t->file.fd, (off_t)t->at, (off_t)n, SYNC_FILE_RANGE_WRITE);
+	t->at += n;
+	return 0;
+}
+
+static int put_raw(void *ctx, const char *buf, size_t n, struct err *e)
+{
+	struct target_file *t = ctx;
+
+	digest_update(t->digest, buf, n);
+	if (put(t, buf, n, e))
+		return -1;
+	advance(t->k, n);
+	return 0;
+}
+
+static int put_packed(void *ctx, const char *buf, size_t n, struct err *e)
+{
+	struct target_file *t = ctx;
+	struct packer *p = t->k->packer;
+	size_t i, to = 0;
+
+	digest_update(t->digest, buf, n);
+	pack_piece(p, buf, n, t->dtype, t->k->threads);
+	for (i = 0; i * PACK_BLOCK < n; i++) {
+		memmove(p->out + to, p->out + i * pack_bound(PACK_BLOCK), p->len[i]);
+		to += p->len[i];
+		t->block[1] = t->block[0] + p->len[i];
+		t->block++;
+	}
+	if (put(t, p->out, to, e))
+		return -1;
+	advance(t->k, n);
+	return 0;
+}
+
+/* ---- writing --------------------------------------------------------------------------------------------------------- */
+
+/* The header of a raw copy: tensors in the order of the index, cut ones as [rows, columns]; begin and end are set. */
+static int raw_header(struct text *out, struct st_tensor *st, size_t n, const struct stage_index *x, const char *hashes, struct err *e)
+{
+	json_t *meta = json_pack("{s:s, s:s, s:o, s:s}", "format", RAW_FORMAT, "key", x->key, "share",
+				 json_sprintf("%d", x->share), "xxh3_128", hashes);
+	int rc = meta ? safetensors_header(out, st, n, meta, 0, 4096, e) : err_fail(e, "out of memory: cannot write a header");
+
+	json_decref(meta);
+	return rc;
+}
+
+/* The tensors of which something is held; those of no rows stand in the index only. */
+static struct st_tensor *raw_tensors(const struct stage_index *x, size_t *n, struct err *e)
+{
+	struct st_tensor *st = mem_calloc(x->n, sizeof *st, e);
+	size_t i;
+
+	*n = 0;
+	for (i = 0; st && i < x->n; i++) {
+		const struct entry *t = &x->entry[i];
+		struct st_tensor *to = &st[*n];
+
+		if (!stage_bytes(t))
+			continue;
+		++*n;
+		*to = (struct st_tensor){ .name = (char *)t->name, .dtype = t->dtype, .ndim = t->ndim };
+		memcpy(to->shape, t->shape, (size_t)t->ndim * sizeof *t->shape);
+		if (t->rows == entry_rows(t))
+			continue;
+		to->ndim = t->ndim > 1 ? 2 : 1;
+		to->shape[0] = t->rows;
+		if (t->ndim > 1)
+			to->shape[1] = t->shape[t->ndim - 1];
+	}
+	return st;
+}
+
+static char *no_hashes(size_t n, struct err *e)
+{
+	char *s = mem_calloc(n * (DIGEST_HEX - 1) + 1, 1, e);
+
+	if (s)
+		memset(s, '0', n * (DIGEST_HEX - 1));
+	return s;
+}
+
+static int copy_tensor(struct target_file *t, const struct entry *from, piece_fn *each, char hash[DIGEST_HEX], struct err *e)
+{
+	char *path;
+	int fd = source(t->k, from->file, &path, e), rc = -1;
+
+	digest_reset(t->digest);
+	t->dtype = from->dtype;
+	if (fd >= 0)
+		rc = read_pieces(t->k, fd, path, from->begin, from->end - from->begin, each, t, e);
+	digest_hex(t->digest, hash);
+	free(path);
+	return rc;
+}
+
+/* Reserving the space at once finds a full disk early and keeps the file in few pieces; where it cannot be done nothing is lost. */
+static int reserve(struct target_file *t, uint64_t n, struct err *e)
+{
+	if (n && fallocate(t->file.fd, 0, 0, (off_t)n) && errno == ENOSPC)
+		return err_errno(e, "cannot write '%s' of %" PRIu64 " bytes", t->file.path, n);
+	return 0;
+}
+
+static int write_raw(struct target_file *t, struct stage_index *x, struct entry *place, char (*hash)[DIGEST_HEX], struct err *e)
+{
+	struct text header = TEXT_INIT;
+	char *hashes = NULL;
+	size_t i, n, k = 0, len;
+	struct st_tensor *st = raw_tensors(x, &n, e);
+	int rc = -1;
+
+	hashes = no_hashes(n, e);
+	if (!st || !hashes || raw_header(&header, st, n, x, hashes, e) || reserve(t, n ? st[n - 1].end : header.len, e))
+		goto out;
+	t->at = len = header.len;
+	for (i = 0; i < x->n; i++) {
+		place[i].begin = t->at;
+		if (copy_tensor(t, &x->entry[i], put_raw, hash[i], e))
+			goto out;
+		place[i].end = t->at;
+		if (place[i].end > place[i].begin)
+			memcpy(hashes + k++ * (DIGEST_HEX - 1), hash[i], DIGEST_HEX - 1);
+	}
+	if (raw_header(&header, st, n, x, hashes, e))
+		goto out;
+	if (header.len != len)
+		err_fail(e, "the header of '%s' changed its length from %zu to %zu bytes", t->file.path, len, header.len);
+	else
+		rc = file_pwrite(t->file.fd, t->file.tmp, header.s, header.len, 0, e);
+out:
+	text_release(&header);
+	free(hashes);
+	free(st);
+	return rc;
+}
+
+static int write_packed(struct target_file *t, struct stage_index *x, struct entry *place, char (*hash)[DIGEST_HEX], struct err *e)
+{
+	size_t i;
+
+	if (!t->k->packer && !(t->k->packer = packer_new(t->k->threads, e)))
+		return -1;
+	for (i = 0; i < x->n; i++) {
+		if (stage_index_blocks(x, i, (stage_bytes(&x->entry[i]) + PACK_BLOCK - 1) / PACK_BLOCK, e))
+			return -1;
+		t->block = x->place[i].block;
+		t->block[0] = place[i].begin = t->at;
+		if (copy_tensor(t, &x->entry[i], put_packed, hash[i], e))
+			return -1;
+		place[i].end = t->at;
+	}
+	return 0;
+}
+
+static char *copy_name(const struct stage_index *x, struct err *e)
+{
+	return mem_printf(e, "rank-%05d.%s", x->share, x->form == STAGE_LZ4 ? "lz4" : "safetensors");
+}
+
+/* The copy is there: its places replace those in the checkpoint. */
+static void settle(struct stage_index *x, const struct entry *place, char (*hash)[DIGEST_HEX], char *name, uint64_t size)
+{
+	size_t i;
+
+	for (i = 0; i < x->n; i++) {
+		x->entry[i].file = 0;
+		x->entry[i].begin = place[i].begin;
+		x->entry[i].end = place[i].end;
+		memcpy(x->place[i].hash, hash[i], DIGEST_HEX);
+	}
+	x->file = name;
+	x->size = size;
+}
+
+int stage_copy_make(struct stage_copier *k, struct stage_index *x, struct err *e)
+{
+	struct target_file t = { .k = k, .file = FILE_NEW_INIT, .digest = digest_new(e) };
+	struct entry *place = mem_calloc(x->n, sizeof *place, e);
+	char (*hash)[DIGEST_HEX] = mem_calloc(x->n, sizeof *hash, e), *name = copy_name(x, e), *path = NULL;
+	int rc = -1;
+
+	if (!t.digest || !place || !hash || !name || !(path = file_join(k->dir, name, e)) || file_new_open(&t.file, path, x->share, e))
+		goto out;
+	if (x->form == STAGE_LZ4 ? write_packed(&t, x, place, hash, e) : write_raw(&t, x, place, hash, e))
+		goto out;
+	if (check_sources(k, e) || file_new_publish(&t.file, e))
+		goto out;
+	settle(x, place, hash, name, t.at);
+	name = NULL;
+	rc = 0;
+out:
+	file_new_abort(&t.file);
+	digest_free(t.digest);
+	free(place);
+	free(hash);
+	free(name);
+	free(path);
+	return rc;
+}
+
+/* ---- verifying ------------------------------------------------------------------------------------------------------- */
+
+static int misfit(const char *path, const char *why)
+{
+	log_warn("'%s' %s: it is made again", path, why);
+	return 1;
+}
+
+static int hash_piece(void *ctx, const char *buf, size_t n, struct err *e)
+{
+	struct target_file *t = ctx;
+
+	(void)e;
+	digest_update(t->digest, buf, n);
+	advance(t->k, n);
+	return 0;
+}
+
+/* The raw copy carries its hashes itself, so that it is kept even where its index was not written any more. */
+static int verify_raw(struct target_file *t, const struct stage_index *x, const char *path, struct entry *place,
+		      char (*hash)[DIGEST_HEX], uint64_t *size, struct err *e)
+{
+	struct safetensors s = SAFETENSORS_INIT;
+	struct err why = ERR_INIT;
+	const char *hashes, *key;
+	uint64_t at;
+	size_t i;
+	int rc = -1;
+
+	if (safetensors_open(&s, path, &why)) {
+		rc = why.code == EXIT_REFUSED ? misfit(path, "is no whole copy") : err_fail(e, "%s", why.text);
+		goto out;
+	}
+	key = safetensors_meta(&s, "key");
+	hashes = safetensors_meta(&s, "xxh3_128");
+	if (!key || strcmp(key, x->key) || !hashes || strlen(hashes) != s.n * (DIGEST_HEX - 1)) {
+		rc = misfit(path, "belongs to another stage");
+		goto out;
+	}
+	for (i = 0, at = s.data; i < x->n; i++) {
+		const struct st_tensor *st = safetensors_find(&s, x->entry[i].name);
+		uint64_t n = stage_bytes(&x->entry[i]);
+
+		digest_reset(t->digest);
+		if (n && (!st || st->dtype != x->entry[i].dtype || st->begin != at || st->end - st->begin != n)) {
+			rc = misfit(path, "holds other tensors");
+			goto out;
+		}
+		if (read_pieces(t->k, s.fd, path, at, n, hash_piece, t, e))
+			goto out;
+		digest_hex(t->digest, hash[i]);
+		if (n && memcmp(hash[i], hashes, DIGEST_HEX - 1)) {
+			rc = misfit(path, "is damaged");
+			goto out;
+		}
+		place[i].begin = at;
+		place[i].end = at += n;
+		hashes += n ? DIGEST_HEX - 1 : 0;
+	}
+	*size = s.size;
+	rc = at == s.size ? 0 : misfit(path, "holds other tensors");
+out:
+	safetensors_release(&s);
+	return rc;
+}
+
+static bool same_tensor(const struct entry *a, const struct entry *b)
+{
+	return !strcmp(a->name, b->name) && a->dtype == b->dtype && a->ndim == b->ndim && a->row0 == b->row0 && a->rows == b->rows &&
+	       !memcmp(a->shape, b->shape, (size_t)a->ndim * sizeof *a->shape);
+}
+
+static bool same_tensors(const struct stage_index *a, const struct stage_index *b)
+{
+	size_t i;
+
+	if (a->n != b->n || strcmp(a->key, b->key) || a->form != b->form || a->share != b->share)
+		return false;
+	for (i = 0; i < a->n; i++)
+		if (!same_tensor(&a->entry[i], &b->entry[i]))
+			return false;
+	return true;
+}
+
+/* Each block vouches for its own bytes: nothing has to be unpacked. */
+static int verify_blocks(struct stage_copier *k, int fd, const char *path, const struct stage_index *x, struct err *e)
+{
+	size_t i, b;
+
+	posix_fadvise(fd, 0, 0, POSIX_FADV_SEQUENTIAL);
+	for (i = 0; i < x->n; i++) {
+		const struct stage_place *p = &x->place[i];
+
+		for (b = 0; b < p->nblocks; b++) {
+			size_t n = (size_t)(p->block[b + 1] - p->block[b]);
+
+			if (file_pread(fd, path, k->buf, n, p->block[b], e))
+				return -1;
+			if (pack_check(k->buf, n))
+				return misfit(path, "is damaged");
+		}
+		advance(k, stage_bytes(&x->entry[i]));
+	}
+	return 0;
+}
+
+static int adopt(struct stage_index *x, struct stage_index *have, struct err *e)
+{
+	size_t i;
+
+	for (i = 0; i < x->n; i++) {
+		if (stage_index_blocks(x, i, have->place[i].nblocks, e))
+			return -1;
+		memcpy(x->place[i].block, have->place[i].block, (have->place[i].nblocks + 1) * sizeof(uint64_t));
+		memcpy(x->place[i].hash, have->place[i].hash, DIGEST_HEX);
+		x->entry[i].file = 0;
+		x->entry[i].begin = have->entry[i].begin;
+		x->entry[i].end = have->entry[i].end;
+	}
+	x->file = have->file;
+	x->size = have->size;
+	have->file = NULL;
+	return 0;
+}
+
+static int keep_packed(struct stage_copier *k, struct stage_index *x, const char *path, struct err *e)
+{
+	struct stage_index have = { 0 };
+	struct err why = ERR_INIT;
+	char *index = NULL;
+	uint64_t size;
+	int fd = -1, rc = -1;
+
+	if (stage_index_name(&index, k->dir, x->share, e))
+		goto out;
+	if (!file_exists(index) || stage_index_read(&have, index, &why)) {
+		rc = misfit(path, "has no good index");
+		goto out;
+	}
+	if (!same_tensors(x, &have) || file_size(path, &size, NULL, e) || size != have.size) {
+		rc = e->code ? -1 : misfit(path, "does not fit its index");
+		goto out;
+	}
+	fd = file_open(path, e);
+	rc = fd < 0 ? -1 : verify_blocks(k, fd, path, &have, e);
+	if (!rc)
+		rc = adopt(x, &have, e);
+out:
+	if (fd >= 0)
+		close(fd);
+	stage_index_release(&have);
+	free(index);
+	return rc;
+}
+
+static int keep_raw(struct stage_copier *k, struct stage_index *x, const char *path, char **name, struct err *e)
+{
+	struct target_file t = { .k = k, .file = FILE_NEW_INIT, .digest = digest_new(e) };
+	struct entry *place = mem_calloc(x->n, sizeof *place, e);
+	char (*hash)[DIGEST_HEX] = mem_calloc(x->n, sizeof *hash, e);
+	uint64_t size = 0;
+	int rc = -1;
+
+	if (t.digest && place && hash)
+		rc = verify_raw(&t, x, path, place, hash, &size, e);
+	if (!rc) {
+		settle(x, place, hash, *name, size);
+		*name = NULL;
+	}
+	digest_free(t.digest);
+	free(place);
+	free(hash);
+	return rc;
+}
+
+int stage_copy_keep(struct stage_copier *k, struct stage_index *x, struct err *e)
+{
+	char *name = copy_name(x, e), *path = name ? file_join(k->dir, name, e) : NULL;
+	uint64_t before = k->done;
+	int rc = -1;
+
+	if (!path)
+		goto out;
+	if (!file_exists(path))
+		rc = 1;
+	else
+		rc = x->form == STAGE_LZ4 ? keep_packed(k, x, path, e) : keep_raw(k, x, path, &name, e);
+	if (rc > 0)
+		k->done = before;
+out:
+	free(path);
+	free(name);
+	return rc;
+}
