@@ -25,8 +25,8 @@ stand_in() {
 
 stand_in plan <<'END'
 cat <<'J'
-{"record":"plan","version":1,"target_dir":"model","identity":{"manifest":{"train_data_path":"['no', 'such']"}},"recipe":{"dist_env":{},"distributed":{},"recipe_args":{"chat_template":"{% x \"train_data_path\":\"trap\" }}","train_data_path":["rows.jsonl","data dir","quo\"te","org/hub"]}}}
-{"record":"host"}
+{"record":"plan","version":1,"target":"model","identity":{"manifest":{"train_data_path":"['no', 'such']"}},"recipe":{"dist_env":{},"distributed":{},"recipe_args":{"chat_template":"{% x \"train_data_path\":\"trap\" }}","train_data_path":["rows.jsonl","data dir","quo\"te","org/hub"]}}}
+{"record":"host","target_dir":null}
 J
 END
 stand_in tokenize <<'END'
@@ -116,6 +116,14 @@ for file in r.yaml rows.jsonl 'data dir/a.parquet' 'quo"te' model/tokenizer.json
 	expect "newer $file: tokens are made again" 0 "$all"
 	touch -t 202001010000 "$file"
 done
+
+sed 's|"target_dir":null|"target_dir":"model dir"|' "$bin/dspark-plan" >"$tmp/plan" && cat "$tmp/plan" >"$bin/dspark-plan"
+mkdir "model dir"
+echo >"model dir/vocab.json"
+touch -t 203001010000 "model dir/vocab.json"
+pre -c r.yaml
+expect "newer tokenizer where the target's name stands for a directory" 0 "$all"
+touch -t 202001010000 "model dir/vocab.json"
 
 rm r.work/tokens.from
 touch -t 203001010000 rows.jsonl

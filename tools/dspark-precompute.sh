@@ -78,13 +78,17 @@ step() {
 	[ "$status" -eq 0 ] || exit "$status"
 }
 
-# Strings of the recipe as the plan repeats it, one a line: the files that the tokens are made of.
+# Values of members of the estimate, one a line without quotes: strings, or the strings of a list.
+members() {
+	grep -oE "\"($1)\":(\\[[^]]*\\]|\"([^\"\\\\]|\\\\.)*\")" "$work/estimate" | sed -E 's/^"[a-z_]*"://' |
+		grep -oE '"([^"\\]|\\.)*"' | sed -E 's/^"(.*)"$/\1/; s/\\(["\\\/])/\1/g'
+}
+
+# The files that the tokens are made of, as far as they are files. The last target is the directory.
 sources() {
 	printf '%s\n' "$recipe"
-	sed -nE 's/^\{"record":"plan".*"recipe":\{.*"recipe_args":(\{.*)/\1/p' "$work/estimate" |
-		grep -oE '"(train_data_path|chat_template)":(\[[^]]*\]|"([^"\\]|\\.)*")' | sed -E 's/^"[a-z_]*"://' |
-		grep -oE '"([^"\\]|\\.)*"' | sed -E 's/^"(.*)"$/\1/; s/\\(["\\\/])/\1/g'
-	target=$(sed -nE 's/^\{"record":"plan".*"target_dir":"(([^"\\]|\\.)*)".*/\1/p' "$work/estimate" | sed -E 's/\\(["\\\/])/\1/g')
+	members 'train_data_path|chat_template'
+	target=$(members 'target|target_dir' | tail -n 1)
 	[ -z "$target" ] || printf '%s\n' "$target"/*token* "$target"/chat_template* "$target"/vocab* "$target"/merges*
 }
 
