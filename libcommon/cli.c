@@ -4,6 +4,7 @@
 #include <config.h>
 #endif
 
+#include <ctype.h>
 #include <errno.h>
 #include <inttypes.h>
 #include <signal.h>
@@ -50,11 +51,29 @@ void cli_begin(struct cli *c, const char *name, const char *usage)
 	arm(SIGHUP);
 }
 
-/* getopt says '?' for all mistakes; optopt is 0 for an unknown long option, else the letter or the long option's value. */
-static int bad_option(int ch, char **argv, struct err *e)
+/* Does the usage text have the option -c? It lists them all. */
+static bool in_usage(const char *usage, int c)
 {
-	const char *arg = argv[optind - 1];
-	bool is_long = !strncmp(arg, "--", 2) && arg[2];
+	const char word[] = { '-', (char)c, '\0' };
+	const char *p;
+
+	for (p = usage; (p = strstr(p, word)); p += 2)
+		if ((p == usage || strchr(" [(|,\n\t", p[-1])) && !isalnum((unsigned char)p[2]))
+			return true;
+	return false;
+}
+
+/*
+ * getopt answers '?' to every mistake; optopt is 0 for an unknown long option, else the letter, or the value of the long
+ * option. A letter that the usage text has is known, so what is wrong with it is its missing value.
+ */
+static int bad_option(const struct cli *c, int ch, char **argv, struct err *e)
+{
+	const char *arg = argv[optind - 1], *now = argv[optind];
+	bool known = optopt && in_usage(c->usage, optopt);
+	/* an unknown letter inside a cluster, "-xq": getopt has not left it yet */
+	bool inside = optopt && !known && now && now[0] == '-' && now[1] != '-' && strchr(now + 1, optopt);
+	bool is_long = !inside && !strncmp(arg, "--", 2) && arg[2];
 	int name = (int)strcspn(arg, "=");
 
 	if (is_long && !optopt)
@@ -63,9 +82,9 @@ static int bad_option(int ch, char **argv, struct err *e)
 		return err_usage(e, "option '%.*s' takes no value", name, arg);
 	if (is_long)
 		return err_usage(e, "option '%s' needs a value", arg);
-	if (ch == ':')
+	if (ch == ':' || known)
 		return err_usage(e, "option '-%c' needs a value", optopt);
-	return err_usage(e, "unknown option '-%c', or its value is missing", optopt);
+	return err_usage(e, "unknown option '-%c'", optopt);
 }
 
 int cli_common(struct cli *c, int ch, char **argv, struct err *e)
@@ -86,7 +105,7 @@ int cli_common(struct cli *c, int ch, char **argv, struct err *e)
 		log_level(1);
 		return 0;
 	default:
-		return bad_option(ch, argv, e);
+		return bad_option(c, ch, argv, e);
 	}
 }
 

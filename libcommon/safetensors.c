@@ -112,7 +112,8 @@ static int read_tensor(struct st_tensor *t, const struct safetensors *s, const c
 		return bad(s->path, name, "has no 'dtype' string", e);
 	t->dtype = dtype_from_name(dtype);
 	if (t->dtype == DT_NONE)
-		return err_refuse(e, "'%s': tensor '%s' has the unknown dtype '%s'", s->path, name, dtype);
+		return err_refuse(e, "'%s': tensor '%s' has the unknown dtype '%s'; known are F64 F32 F16 BF16, I64 I32 I16 I8, U8, "
+				  "BOOL, F8_E4M3 F8_E5M2 F8_E8M0", s->path, name, dtype);
 	if (read_shape(t, s->path, json_object_get(o, "shape"), e))
 		return -1;
 	return read_offsets(t, s, json_object_get(o, "data_offsets"), e);
