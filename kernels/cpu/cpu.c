@@ -1,0 +1,116 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The cpu backend's table, its threads and their memory. */
+#ifdef HAVE_CONFIG_H
+#include <config.h>
+#endif
+
+#include <sched.h>
+#include <stdlib.h>
+
+#include "cpu.h"
+#include "mem.h"
+
+/* OMP_NUM_THREADS may be a list for nested regions: the first number counts. */
+static int wanted_threads(const struct device_options *o)
+{
+	const char *s = getenv("OMP_NUM_THREADS");
+	long n = o->threads > 0 ? o->threads : s ? strtol(s, NULL, 10) : 0;
+	int local = o->local_size > 1 ? o->local_size : 1;
+	cpu_set_t cores;
+
+	if (n > 0)
+		return n < 4096 ? (int)n : 4096;
+	if (sched_getaffinity(0, sizeof cores, &cores))
+		return 1;
+	n = CPU_COUNT(&cores) / local;
+	return n > 0 ? (int)n : 1;
+}
+
+static void cpu_close(struct device *d)
+{
+	struct cpu *c = d->state;
+
+	if (c) {
+		for (int i = 0; c->own && i < c->threads; i++)
+			free(c->own[i].p);
+		free(c->own);
+		free(c->shared.p);
+		onednn_close(c->dnn);
+		free(c);
+	}
+	*d = (struct device){ 0 };
+}
+
+static int cpu_open(struct device *d, const struct device_options *o, struct err *e)
+{
+	struct cpu *c = mem_calloc(1, sizeof *c, e);
+
+	if (!c)
+		return -1;
+	c->threads = wanted_threads(o);
+	c->bf16 = onednn_has_bf16();
+	*d = (struct device){ .be = &backend_cpu, .compute = o->compute, .threads = c->threads, .state = c };
+	c->own = mem_calloc((size_t)c->threads, sizeof *c->own, e);
+	c->dnn = c->own ? onednn_open(e) : NULL;
+	if (!c->dnn) {
+		cpu_close(d);
+		return -1;
+	}
+	return 0;
+}
+
+void cpu_fail(struct device *d, const struct err *e)
+{
+#pragma omp critical(cpu_failure)
+	if (!d->err.code)
+		d->err = *e;
+}
+
+static bool grow(struct device *d, struct room *r, size_t bytes)
+{
+	if (bytes <= r->size)
+		return true;
+	free(r->p);
+	r->p = mem_aligned(bytes, &d->err);
+	r->size = r->p ? bytes : 0;
+	return r->p;
+}
+
+bool cpu_shared(struct device *d, size_t bytes)
+{
+	return grow(d, &cpu_of(d)->shared, bytes);
+}
+
+bool cpu_own(struct device *d, size_t bytes)
+{
+	struct cpu *c = cpu_of(d);
+
+	for (int i = 0; i < c->threads; i++)
+		if (!grow(d, &c->own[i], bytes))
+			return false;
+	return true;
+}
+
+const struct backend backend_cpu = {
+	.name = "cpu",
+	.open = cpu_open,
+	.close = cpu_close,
+	.sync = ref_sync,
+	.alloc = ref_alloc,
+	.free = ref_free,
+	.upload = cpu_upload,
+	.store = cpu_store,
+	.weight_alloc = cpu_weight_alloc,
+	.weight_fill = cpu_weight_fill,
+	.weight_ready = cpu_weight_ready,
+	.weight_free = cpu_weight_free,
+	.rows = cpu_rows,
+	.matmul = cpu_matmul,
+	.norm = cpu_norm,
+	.rope = cpu_rope,
+	.attention = cpu_attention,
+	.gate = cpu_gate,
+	.add = cpu_add,
+	.route = cpu_route,
+	.experts = cpu_experts,
+};

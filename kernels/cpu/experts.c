@@ -1,0 +1,245 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Routed experts. The slots of the chunk are sorted by expert and cut into tiles of EXPERT_TILE rows of one expert; blocks of tiles go through five steps
+ * with all threads in each:
+ *
+ *	gather rows of x -> gate_up -> activation -> down -> add to the tokens, each in the order of its slots
+ *
+ * A token's ids ascend and so do the experts of successive blocks: adding block by block is adding in slot order.
+ */
+#ifdef HAVE_CONFIG_H
+#include <config.h>
+#endif
+
+#include <omp.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "cpu.h"
+#include "mem.h"
+#include "number.h"
+
+#define TILES 16	/* of a block, at least */
+
+struct tile {
+	int64_t index;		/* expert, counted from the first held */
+	int64_t first, rows;	/* of `order` */
+};
+
+struct job {
+	struct device *d;
+	struct tensor sum, x, ids, weights;
+	const struct experts *ex;
+	const struct packed *gate_up, *down;
+	int64_t *order;		/* slots t*k+s sorted by expert */
+	int64_t *where;		/* [T*k] tile row of a slot: tile * EXPERT_TILE + row, -1 = expert not held */
+	struct tile *tile;
+	int64_t tiles;
+	char *in, *act;		/* [block tiles, EXPERT_TILE, K] operands of gate_up, of down */
+	float *mid, *out;	/* [block tiles, EXPERT_TILE, 2I], [..., Hout] */
+};
+
+/* The held expert of a slot, counted from the first, or -1. */
+static int64_t held(const struct job *j, int64_t slot)
+{
+	int64_t i = ref_id(j->ids, slot / j->ids.cols, slot % j->ids.cols) - j->ex->first;
+
+	return i >= 0 && i < j->ex->count ? i : -1;
+}
+
+static int check_order(const struct job *j, struct err *e)
+{
+	for (int64_t t = 0; t < j->ids.rows; t++)
+		for (int64_t s = 1; s < j->ids.cols; s++)
+			if (ref_id(j->ids, t, s) < ref_id(j->ids, t, s - 1))
+				return err_refuse(e, "expert ids of token %lld do not ascend", (long long)t);
+	return 0;
+}
+
+/* Counting sort of the slots by expert, then tiles. start has count + 1 zeroed elements. */
+static void sort_slots(struct job *j, int64_t *start)
+{
+	int64_t slots = j->ids.rows * j->ids.cols, n = 0;
+
+	for (int64_t i = 0; i < slots; i++)
+		if (held(j, i) >= 0)
+			start[held(j, i) + 1]++;
+	for (int64_t x = 0; x < j->ex->count; x++) {
+		for (int64_t i = 0; i < start[x + 1]; i += EXPERT_TILE) {
+			int64_t left = start[x + 1] - i;
+
+			j->tile[j->tiles++] = (struct tile){ x, n + i, left < EXPERT_TILE ? left : EXPERT_TILE };
+		}
+		n += start[x + 1];
+		start[x + 1] = n;
+	}
+	for (int64_t i = 0; i < slots; i++)
+		if (held(j, i) >= 0)
+			j->order[start[held(j, i)]++] = i;
+		else
+			j->where[i] = -1;
+	for (int64_t t = 0; t < j->tiles; t++)
+		for (int64_t i = 0; i < j->tile[t].rows; i++)
+			j->where[j->order[j->tile[t].first + i]] = t * EXPERT_TILE + i;
+}
+
+/* Row i of a tile of the block: its slot, or -1 below the last. */
+static int64_t slot_of(const struct job *j, int64_t tile, int64_t i)
+{
+	return i < j->tile[tile].rows ? j->order[j->tile[tile].first + i] : -1;
+}
+
+static void gather_row(const struct job *j, int64_t tile, int64_t i, char *dst)
+{
+	int64_t slot = slot_of(j, tile, i);
+
+	if (slot < 0)
+		memset(dst, 0, (size_t)j->gate_up->K * dtype_size(j->gate_up->operand));
+	else
+		cpu_operand_row(j->gate_up, dst, ref_at(j->x, slot / j->ids.cols, 0), j->x.dtype, j->x.cols);
+}
+
+static void act_row(const struct job *j, int64_t tile, int64_t i, const float *mid, char *dst, float *work)
+{
+	int64_t slot = slot_of(j, tile, i), I = j->ex->down->cols;
+	float weight;
+
+	if (slot < 0) {
+		memset(dst, 0, (size_t)j->down->K * dtype_size(j->down->operand));
+		return;
+	}
+	cpu_act_row(work, mid, mid + I, DT_F32, &j->ex->act, I);
+	weight = ref_get(j->weights, slot / j->ids.cols, slot % j->ids.cols);
+	for (int64_t c = 0; c < I && !j->ex->weight_after_down; c++)
+		work[c] *= weight;
+	cpu_operand_row(j->down, dst, work, DT_F32, I);
+}
+
+/* Copies the sums of tile x panel to the columns of the panel of out[EXPERT_TILE, cols]. */
+static void place(const struct packed *w, int64_t panel, const struct bench *b, float *out, int64_t cols)
+{
+	int64_t c0 = panel * w->width, pitch = cpu_panel_width(w, panel), n = cols - c0 < pitch ? cols - c0 : pitch;
+
+	for (int64_t i = 0; i < EXPERT_TILE; i++)
+		memcpy(out + i * cols + c0, b->sums + i * pitch, (size_t)n * sizeof(float));
+}
+
+static void add_token(const struct job *j, int64_t t, int64_t first, int64_t n)
+{
+	int64_t cols = j->sum.cols, k = j->ids.cols;
+	float *sum = ref_at(j->sum, t, 0);
+
+	for (int64_t s = 0; s < k; s++) {
+		int64_t row = j->where[t * k + s] - first * EXPERT_TILE;
+		float weight = j->ex->weight_after_down ? ref_get(j->weights, t, s) : 1;
+		const float *out;
+
+		if (row < 0 || row >= n * EXPERT_TILE)
+			continue;
+		out = j->out + row * cols;
+		for (int64_t c = 0; c < cols; c++)
+			sum[c] += out[c] * weight;
+	}
+}
+
+static void products(const struct job *j, const struct packed *w, int64_t first, int64_t n, const char *rows, float *out,
+		     int64_t cols, struct bench *b, struct err *e)
+{
+	size_t pitch = (size_t)(EXPERT_TILE * w->K) * dtype_size(w->operand);
+
+#pragma omp for schedule(dynamic)
+	for (int64_t task = 0; task < n * w->panels; task++) {
+		int64_t i = task / w->panels, panel = task % w->panels;
+
+		if (!e->code && !cpu_tile(w, TILE_EXPERT, j->tile[first + i].index, panel, rows + (size_t)i * pitch, b, e))
+			place(w, panel, b, out + i * EXPERT_TILE * cols, cols);
+	}
+}
+
+/* Tiles [first, first + n) through all steps. */
+static void run(const struct job *j, int64_t first, int64_t n)
+{
+	size_t in = (size_t)j->gate_up->K * dtype_size(j->gate_up->operand), act = (size_t)j->down->K * dtype_size(j->down->operand);
+	int64_t wide = j->ex->gate_up->rows, rows = n * EXPERT_TILE;
+
+#pragma omp parallel num_threads(j->d->threads)
+	{
+		char *own = cpu_of(j->d)->own[omp_get_thread_num()].p;
+		struct bench b = cpu_bench(j->gate_up, EXPERT_TILE, own);
+		struct err e = ERR_INIT;
+
+#pragma omp for schedule(static)
+		for (int64_t i = 0; i < rows; i++)
+			gather_row(j, first + i / EXPERT_TILE, i % EXPERT_TILE, j->in + (size_t)i * in);
+		products(j, j->gate_up, first, n, j->in, j->mid, wide, &b, &e);
+#pragma omp for schedule(static)
+		for (int64_t i = 0; i < rows; i++)
+			act_row(j, first + i / EXPERT_TILE, i % EXPERT_TILE, j->mid + i * wide, j->act + (size_t)i * act,
+				(float *)own);
+		b = cpu_bench(j->down, EXPERT_TILE, own);
+		products(j, j->down, first, n, j->act, j->out, j->sum.cols, &b, &e);
+#pragma omp for schedule(static)
+		for (int64_t t = 0; t < j->x.rows; t++)
+			if (!e.code)
+				add_token(j, t, first, n);
+		if (e.code)
+			cpu_fail(j->d, &e);
+	}
+}
+
+/* Room for a block of n tiles in the shared memory, and each thread's own. */
+static bool make_room(struct job *j, int64_t n)
+{
+	size_t rows = (size_t)n * EXPERT_TILE, a = whole_lines(rows * (size_t)j->gate_up->K * dtype_size(j->gate_up->operand));
+	size_t b = whole_lines(rows * (size_t)j->down->K * dtype_size(j->down->operand));
+	size_t m = whole_lines(rows * (size_t)j->ex->gate_up->rows * sizeof(float));
+	size_t o = whole_lines(rows * (size_t)j->sum.cols * sizeof(float));
+	size_t own = (size_t)j->ex->down->cols * sizeof(float);
+	size_t up = cpu_bench_bytes(j->gate_up, EXPERT_TILE), down = cpu_bench_bytes(j->down, EXPERT_TILE);
+
+	own = own > up ? own : up;
+	own = own > down ? own : down;
+	if (!cpu_shared(j->d, a + b + m + o) || !cpu_own(j->d, own))
+		return false;
+	j->in = cpu_of(j->d)->shared.p;
+	j->act = j->in + a;
+	j->mid = (float *)(j->act + b);
+	j->out = (float *)(j->act + b + m);
+	return true;
+}
+
+static void clear(struct device *d, struct tensor sum)
+{
+#pragma omp parallel for num_threads(d->threads) schedule(static)
+	for (int64_t t = 0; t < sum.rows; t++)
+		memset(ref_at(sum, t, 0), 0, (size_t)sum.cols * sizeof(float));
+}
+
+void cpu_experts(struct device *d, struct tensor sum, struct tensor x, struct tensor ids, struct tensor weights,
+		 const struct experts *ex, bool add)
+{
+	struct job j = { .d = d, .sum = sum, .x = x, .ids = ids, .weights = weights, .ex = ex, .gate_up = packed_of(ex->gate_up),
+			 .down = packed_of(ex->down) };
+	int64_t slots = x.rows * ids.cols, block = (4 * d->threads + j.gate_up->panels - 1) / j.gate_up->panels;
+	int64_t *start = NULL;
+
+	if (!ref_good(d) || check_order(&j, &d->err))
+		return;
+	if (!add)
+		clear(d, sum);
+	j.order = mem_calloc((size_t)slots, sizeof *j.order, &d->err);
+	j.where = mem_calloc((size_t)slots, sizeof *j.where, &d->err);
+	j.tile = mem_calloc((size_t)(slots / EXPERT_TILE + ex->count), sizeof *j.tile, &d->err);
+	start = mem_calloc((size_t)ex->count + 1, sizeof *start, &d->err);
+	if (ref_good(d)) {
+		sort_slots(&j, start);
+		block = block > TILES ? block : TILES;
+		block = block < j.tiles ? block : j.tiles;
+		for (int64_t t = 0; t < j.tiles && ref_good(d) && make_room(&j, block); t += block)
+			run(&j, t, j.tiles - t < block ? j.tiles - t : block);
+	}
+	free(j.order);
+	free(j.where);
+	free(j.tile);
+	free(start);
+}

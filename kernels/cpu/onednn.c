@@ -1,0 +1,352 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * oneDNN behind one interface. Two rules make a row's bits independent of everything around it: sizes are fixed when a primitive is made, and
+ * both making and running see exactly one OpenMP thread, for its blocking depends on the number of threads it sees.
+ */
+#ifdef HAVE_CONFIG_H
+#include <config.h>
+#endif
+
+#include <dnnl.h>
+#include <omp.h>
+#include <pthread.h>
+#include <stdlib.h>
+
+#include "err.h"
+#include "mem.h"
+#include "onednn.h"
+
+#if DNNL_CPU_THREADING_RUNTIME != DNNL_RUNTIME_OMP && DNNL_CPU_THREADING_RUNTIME != DNNL_RUNTIME_SEQ
+#error "a oneDNN built for OpenMP or without threads is needed"
+#endif
+
+/* Memory descriptors are values in version 2 and handles in version 3: here always owned pointers. */
+#if DNNL_VERSION_MAJOR >= 3
+#define MD dnnl_memory_desc_t
+#define CONST_MD const_dnnl_memory_desc_t
+
+static dnnl_status_t md_strided(MD *md, const dnnl_dims_t dims, dnnl_data_type_t type, const dnnl_dims_t strides)
+{
+	return dnnl_memory_desc_create_with_strides(md, 2, dims, type, strides);
+}
+
+static dnnl_status_t md_any(MD *md, const dnnl_dims_t dims, dnnl_data_type_t type)
+{
+	return dnnl_memory_desc_create_with_tag(md, 2, dims, type, dnnl_format_tag_any);
+}
+
+static dnnl_status_t md_copy(MD *md, CONST_MD from)
+{
+	return dnnl_memory_desc_clone(md, from);
+}
+
+static void md_free(MD md)
+{
+	if (md)
+		dnnl_memory_desc_destroy(md);
+}
+
+static dnnl_status_t matmul_desc(dnnl_primitive_desc_t *pd, dnnl_engine_t engine, MD src, MD weight, MD dst,
+				 dnnl_primitive_attr_t attr)
+{
+	return dnnl_matmul_primitive_desc_create(pd, engine, src, weight, NULL, dst, attr);
+}
+#else
+#define MD dnnl_memory_desc_t *
+#define CONST_MD const dnnl_memory_desc_t *
+
+static dnnl_status_t md_strided(MD *md, const dnnl_dims_t dims, dnnl_data_type_t type, const dnnl_dims_t strides)
+{
+	*md = calloc(1, sizeof **md);
+	return *md ? dnnl_memory_desc_init_by_strides(*md, 2, dims, type, strides) : dnnl_out_of_memory;
+}
+
+static dnnl_status_t md_any(MD *md, const dnnl_dims_t dims, dnnl_data_type_t type)
+{
+	*md = calloc(1, sizeof **md);
+	return *md ? dnnl_memory_desc_init_by_tag(*md, 2, dims, type, dnnl_format_tag_any) : dnnl_out_of_memory;
+}
+
+static dnnl_status_t md_copy(MD *md, CONST_MD from)
+{
+	*md = calloc(1, sizeof **md);
+	if (!*md)
+		return dnnl_out_of_memory;
+	**md = *from;
+	return dnnl_success;
+}
+
+static void md_free(MD md)
+{
+	free(md);
+}
+
+static dnnl_status_t matmul_desc(dnnl_primitive_desc_t *pd, dnnl_engine_t engine, MD src, MD weight, MD dst,
+				 dnnl_primitive_attr_t attr)
+{
+	dnnl_matmul_desc_t d;
+	dnnl_status_t s = dnnl_matmul_desc_init(&d, src, weight, NULL, dst);
+
+	return s == dnnl_success ? dnnl_primitive_desc_create(pd, &d, attr, engine, NULL) : s;
+}
+#endif
+
+/* A product with what oneDNN needs for it. */
+struct entry {
+	struct product p;	/* first */
+	const struct product *like;
+	MD src;
+	MD dst;
+	MD weight;		/* in its layout */
+	MD plain;		/* as onednn_pack reads it */
+	MD run_scratch;
+	MD pack_scratch;
+	dnnl_primitive_t run, pack;
+	struct entry *next;
+};
+
+struct onednn {
+	dnnl_engine_t engine;
+	dnnl_primitive_attr_t attr;
+	pthread_mutex_t lock;	/* of the list */
+	struct entry *list;
+};
+
+static int check(dnnl_status_t s, const char *what, struct err *e)
+{
+	if (s == dnnl_success)
+		return 0;
+	return err_fail(e, "oneDNN cannot %s (status %d)", what, (int)s);
+}
+
+/* One thread for the library from here to `restore`, whichever OpenMP runtime calls it and whether or not we are in a parallel region. */
+static int one_thread(void)
+{
+	int before = omp_get_max_threads();
+
+	if (before != 1)
+		omp_set_num_threads(1);
+	return before;
+}
+
+static void restore(int before)
+{
+	if (before != 1)
+		omp_set_num_threads(before);
+}
+
+bool onednn_has_bf16(void)
+{
+	return (dnnl_get_effective_cpu_isa() & dnnl_cpu_isa_avx512_core_bf16) == dnnl_cpu_isa_avx512_core_bf16;
+}
+
+struct onednn *onednn_open(struct err *e)
+{
+	struct onednn *o = mem_calloc(1, sizeof *o, e);
+
+	if (!o)
+		return NULL;
+	pthread_mutex_init(&o->lock, NULL);
+	if (check(dnnl_engine_create(&o->engine, dnnl_cpu, 0), "start", e) ||
+	    check(dnnl_primitive_attr_create(&o->attr), "start", e) ||
+	    check(dnnl_primitive_attr_set_scratchpad_mode(o->attr, dnnl_scratchpad_mode_user), "start", e)) {
+		onednn_close(o);
+		return NULL;
+	}
+	return o;
+}
+
+static void entry_free(struct entry *x)
+{
+	if (!x)
+		return;
+	if (x->run)
+		dnnl_primitive_destroy(x->run);
+	if (x->pack)
+		dnnl_primitive_destroy(x->pack);
+	md_free(x->src);
+	md_free(x->dst);
+	md_free(x->weight);
+	md_free(x->plain);
+	md_free(x->run_scratch);
+	md_free(x->pack_scratch);
+	free(x);
+}
+
+void onednn_close(struct onednn *o)
+{
+	if (!o)
+		return;
+	while (o->list) {
+		struct entry *x = o->list;
+
+		o->list = x->next;
+		entry_free(x);
+	}
+	if (o->attr)
+		dnnl_primitive_attr_destroy(o->attr);
+	if (o->engine)
+		dnnl_engine_destroy(o->engine);
+	pthread_mutex_destroy(&o->lock);
+	free(o);
+}
+
+/* The primitive of `pd` and its scratch, whose size counts into the product's. Destroys pd. */
+static int make(struct entry *x, dnnl_primitive_desc_t pd, dnnl_primitive_t *primitive, MD *scratch, struct err *e)
+{
+	int rc = check(dnnl_primitive_create(primitive, pd), "make a primitive", e);
+	size_t bytes;
+
+	if (!rc)
+		rc = check(md_copy(scratch, dnnl_primitive_desc_query_md(pd, dnnl_query_scratchpad_md, 0)), "tell its scratch", e);
+	dnnl_primitive_desc_destroy(pd);
+	if (rc)
+		return -1;
+	bytes = dnnl_memory_desc_get_size(*scratch);
+	if (bytes > x->p.scratch_bytes)
+		x->p.scratch_bytes = bytes;
+	return 0;
+}
+
+static int make_run(struct onednn *o, struct entry *x, struct err *e)
+{
+	dnnl_data_type_t type = x->p.operand == DT_BF16 ? dnnl_bf16 : dnnl_f32;
+	dnnl_dims_t src = { x->p.M, x->p.K }, weight = { x->p.K, x->p.N }, dst = { x->p.M, x->p.N };
+	dnnl_dims_t src_stride = { x->p.K, 1 }, dst_stride = { x->p.N, 1 };
+	dnnl_primitive_desc_t pd;
+
+	if (check(md_strided(&x->src, src, type, src_stride), "describe a matrix", e) ||
+	    check(md_strided(&x->dst, dst, dnnl_f32, dst_stride), "describe a matrix", e))
+		return -1;
+	if (x->like ? check(md_copy(&x->weight, ((const struct entry *)x->like)->weight), "describe a weight", e) :
+		      check(md_any(&x->weight, weight, type), "describe a weight", e))
+		return -1;
+	if (check(matmul_desc(&pd, o->engine, x->src, x->weight, x->dst, o->attr), "multiply matrices of these sizes", e))
+		return -1;
+	if (!x->like) {
+		md_free(x->weight);
+		x->weight = NULL;
+		if (check(md_copy(&x->weight, dnnl_primitive_desc_query_md(pd, dnnl_query_weights_md, 0)), "tell a layout", e)) {
+			dnnl_primitive_desc_destroy(pd);
+			return -1;
+		}
+	}
+	return make(x, pd, &x->run, &x->run_scratch, e);
+}
+
+static int make_pack(struct onednn *o, struct entry *x, struct err *e)
+{
+	dnnl_data_type_t type = x->p.operand == DT_BF16 ? dnnl_bf16 : dnnl_f32;
+	dnnl_dims_t dims = { x->p.K, x->p.N }, nk = { 1, x->p.K }, kn = { x->p.N, 1 };
+	dnnl_primitive_desc_t pd;
+
+	if (check(md_strided(&x->plain, dims, type, x->p.order == ORDER_NK ? nk : kn), "describe a matrix", e) ||
+	    check(dnnl_reorder_primitive_desc_create(&pd, x->plain, o->engine, x->weight, o->engine, o->attr), "pack a weight", e))
+		return -1;
+	return make(x, pd, &x->pack, &x->pack_scratch, e);
+}
+
+static struct entry *find(struct onednn *o, const struct entry *want)
+{
+	struct entry *x;
+
+	for (x = o->list; x; x = x->next)
+		if (x->p.operand == want->p.operand && x->p.M == want->p.M && x->p.N == want->p.N && x->p.K == want->p.K &&
+		    x->p.order == want->p.order && x->like == want->like)
+			break;
+	return x;
+}
+
+static struct entry *entry_new(struct onednn *o, const struct entry *want, struct err *e)
+{
+	struct entry *x = mem_calloc(1, sizeof *x, e);
+	int threads, rc;
+
+	if (!x)
+		return NULL;
+	*x = *want;
+	threads = one_thread();
+	rc = make_run(o, x, e) || make_pack(o, x, e);
+	restore(threads);
+	if (rc) {
+		err_context(e, "product of %lld x %lld x %lld", (long long)x->p.M, (long long)x->p.N, (long long)x->p.K);
+		entry_free(x);
+		return NULL;
+	}
+	x->p.packed_bytes = (dnnl_memory_desc_get_size(x->weight) + 63) / 64 * 64;
+	return x;
+}
+
+const struct product *onednn_product(struct onednn *o, enum dtype operand, int64_t M, int64_t N, int64_t K, enum order order,
+				     const struct product *like, struct err *e)
+{
+	struct entry want = { .p = { .owner = o, .operand = operand, .M = M, .N = N, .K = K, .order = order }, .like = like }, *x;
+
+	pthread_mutex_lock(&o->lock);
+	x = find(o, &want);
+	if (!x) {
+		x = entry_new(o, &want, e);
+		if (x) {
+			x->next = o->list;
+			o->list = x;
+		}
+	}
+	pthread_mutex_unlock(&o->lock);
+	return x ? &x->p : NULL;
+}
+
+/* Runs a primitive on up to four buffers with the calling thread alone. */
+struct argument {
+	int kind;
+	CONST_MD md;
+	void *p;
+};
+
+static int execute(dnnl_engine_t engine, dnnl_primitive_t primitive, const struct argument *a, int n, struct err *e)
+{
+	dnnl_exec_arg_t arg[4];
+	dnnl_stream_t stream = NULL;
+	dnnl_status_t s = dnnl_stream_create(&stream, engine, dnnl_stream_default_flags);
+	int i, made = 0, threads = one_thread();
+
+	for (i = 0; i < n && s == dnnl_success; i++) {
+		arg[i].arg = a[i].kind;
+		s = dnnl_memory_create(&arg[i].memory, a[i].md, engine, a[i].p);
+		made += s == dnnl_success;
+	}
+	if (s == dnnl_success)
+		s = dnnl_primitive_execute(primitive, stream, n, arg);
+	if (s == dnnl_success)
+		s = dnnl_stream_wait(stream);
+	restore(threads);
+	for (i = 0; i < made; i++)
+		dnnl_memory_destroy(arg[i].memory);
+	if (stream)
+		dnnl_stream_destroy(stream);
+	return check(s, "run a product", e);
+}
+
+int onednn_pack(const struct product *p, void *packed, const void *src, void *scratch, struct err *e)
+{
+	const struct entry *x = (const struct entry *)p;
+	struct argument a[] = {
+		{ DNNL_ARG_FROM, x->plain, (void *)src },
+		{ DNNL_ARG_TO, x->weight, packed },
+		{ DNNL_ARG_SCRATCHPAD, x->pack_scratch, scratch },
+	};
+
+	return execute(p->owner->engine, x->pack, a, 3, e);
+}
+
+int onednn_run(const struct product *p, float *dst, const void *src, const void *packed, void *scratch, struct err *e)
+{
+	const struct entry *x = (const struct entry *)p;
+	struct argument a[] = {
+		{ DNNL_ARG_SRC, x->src, (void *)src },
+		{ DNNL_ARG_WEIGHTS, x->weight, (void *)packed },
+		{ DNNL_ARG_DST, x->dst, dst },
+		{ DNNL_ARG_SCRATCHPAD, x->run_scratch, scratch },
+	};
+
+	return execute(p->owner->engine, x->run, a, 4, e);
+}

@@ -1,0 +1,228 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Product weights. Rows arrive in any order and from several threads; a panel is packed by whoever brings its last row, so that besides the packed weight
+ * only the panels under way take memory.
+ */
+#ifdef HAVE_CONFIG_H
+#include <config.h>
+#endif
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "cpu.h"
+#include "mem.h"
+
+#define BLOCK 64
+
+
+static void set_sizes(struct packed *p, const struct weight *w)
+{
+	int64_t blocks = round_up(w->rows, BLOCK) / BLOCK, panels = (blocks * BLOCK + PANEL_MOST - 1) / PANEL_MOST;
+	int64_t each = (blocks + panels - 1) / panels;
+
+	p->K = round_up(w->cols, BLOCK);
+	p->width = each * BLOCK;
+	p->panels = (blocks + each - 1) / each;
+	p->last = blocks * BLOCK - (p->panels - 1) * p->width;
+}
+
+/* The products of both tile sizes share the layout that suits the large one. */
+static int set_products(struct packed *p, struct onednn *o, struct err *e)
+{
+	for (int last = 0; last < 2; last++) {
+		const struct product **to = last ? p->last_tile : p->tile;
+		int64_t N = last ? p->last : p->width;
+
+		to[TILE_ROWS] = onednn_product(o, p->operand, TILE, N, p->K, ORDER_NK, NULL, e);
+		if (!to[TILE_ROWS])
+			return -1;
+		to[TILE_EXPERT] = onednn_product(o, p->operand, EXPERT_TILE, N, p->K, ORDER_NK, to[TILE_ROWS], e);
+		if (!to[TILE_EXPERT])
+			return -1;
+		for (int kind = 0; kind < 2; kind++)
+			if (to[kind]->scratch_bytes > p->scratch)
+				p->scratch = to[kind]->scratch_bytes;
+	}
+	return 0;
+}
+
+static size_t kept_bytes(const struct packed *p, const struct product *x)
+{
+	return whole_lines(x->packed_bytes / dtype_size(p->operand) * dtype_size(p->kept));
+}
+
+static int packed_alloc(struct packed *p, const struct weight *w, struct err *e)
+{
+	int64_t bytes;
+
+	p->panel_bytes = kept_bytes(p, p->tile[TILE_ROWS]);
+	p->matrix_bytes = (size_t)(p->panels - 1) * p->panel_bytes + kept_bytes(p, p->last_tile[TILE_ROWS]);
+	p->expanded = p->kept == p->operand ? 0 : p->tile[TILE_ROWS]->packed_bytes;
+	bytes = mem_mul(w->count, (int64_t)p->matrix_bytes);
+	if (bytes < 0)
+		return err_fail(e, "a weight of %lld x %lld x %lld elements is larger than the address space", (long long)w->count,
+				(long long)w->rows, (long long)w->cols);
+	p->staging = mem_calloc((size_t)(w->count * p->panels), sizeof *p->staging, e);
+	p->data = p->staging ? mem_aligned((size_t)bytes, e) : NULL;
+	return p->data ? 0 : -1;
+}
+
+int cpu_weight_alloc(struct device *d, struct weight *w, struct err *e)
+{
+	struct packed *p;
+
+	if (w->use != USE_PRODUCT || w->quant || !dtype_is_float(w->stored))
+		return ref_weight_alloc(d, w, e);
+	p = mem_calloc(1, sizeof *p, e);
+	if (!p)
+		return -1;
+	pthread_mutex_init(&p->lock, NULL);
+	w->handle = p;
+	p->rounded = p->kept = ref_operand(w, d->compute);
+	p->operand = cpu_of(d)->bf16 ? p->rounded : DT_F32;
+	set_sizes(p, w);
+	if (set_products(p, cpu_of(d)->dnn, e) || packed_alloc(p, w, e)) {
+		cpu_weight_free(d, w);
+		return -1;
+	}
+	return 0;
+}
+
+static int64_t panel_rows(const struct packed *p, const struct weight *w, int64_t panel)
+{
+	int64_t left = w->rows - panel * p->width;
+
+	return left < p->width ? left : p->width;
+}
+
+static char *panel_data(const struct packed *p, int64_t index, int64_t panel)
+{
+	return p->data + (size_t)index * p->matrix_bytes + (size_t)panel * p->panel_bytes;
+}
+
+/* Packs the rows of one panel (NULL = all zero) and frees them. Where the weight is kept smaller than it runs, the packed order is kept. */
+static int pack_panel(const struct packed *p, int64_t index, int64_t panel, void *rows, struct err *e)
+{
+	const struct product *x = panel == p->panels - 1 ? p->last_tile[TILE_ROWS] : p->tile[TILE_ROWS];
+	char *to = panel_data(p, index, panel);
+	void *scratch, *packed = NULL;
+	int rc = -1;
+
+	if (!rows) {
+		memset(to, 0, kept_bytes(p, x));
+		return 0;
+	}
+	scratch = mem_aligned(x->scratch_bytes, e);
+	if (p->kept != p->operand)
+		packed = mem_aligned(x->packed_bytes, e);
+	if (scratch && (packed || p->kept == p->operand))
+		rc = onednn_pack(x, packed ? packed : to, rows, scratch, e);
+	if (!rc && packed)
+		dtype_convert(to, p->kept, packed, p->operand, x->packed_bytes / dtype_size(p->operand));
+	free(scratch);
+	free(packed);
+	free(rows);
+	return rc;
+}
+
+/* The staging rows of a panel, made by the first to come. */
+static char *staging_rows(struct packed *p, struct staging *s, int64_t width, struct err *e)
+{
+	size_t bytes = (size_t)(width * p->K) * dtype_size(p->operand);
+
+	pthread_mutex_lock(&p->lock);
+	if (!s->rows) {
+		s->rows = mem_aligned(bytes, e);
+		if (s->rows)
+			memset(s->rows, 0, bytes);
+	}
+	pthread_mutex_unlock(&p->lock);
+	return s->rows;
+}
+
+/* n rows, all of panel `panel`, from `row` within it. */
+static int fill_panel(const struct weight *w, int64_t index, int64_t panel, int64_t row, int64_t n, const char *src,
+		      enum dtype from, struct err *e)
+{
+	struct packed *p = w->handle;
+	struct staging *s = &p->staging[index * p->panels + panel];
+	size_t pitch = (size_t)p->K * dtype_size(p->operand), step = (size_t)w->cols * dtype_size(from);
+	char *rows = staging_rows(p, s, cpu_panel_width(p, panel), e);
+	bool whole;
+
+	if (!rows)
+		return -1;
+	for (int64_t i = 0; i < n; i++)
+		cpu_operand_row(p, rows + (size_t)(row + i) * pitch, src + (size_t)i * step, from, w->cols);
+	pthread_mutex_lock(&p->lock);
+	s->filled += n;
+	whole = s->filled == panel_rows(p, w, panel);
+	if (whole)
+		s->rows = NULL;
+	pthread_mutex_unlock(&p->lock);
+	return whole ? pack_panel(p, index, panel, rows, e) : 0;
+}
+
+int cpu_weight_fill(struct device *d, struct weight *w, int64_t index, int64_t row0, int64_t n, const void *src,
+		    enum dtype from, struct err *e)
+{
+	const struct packed *p = w->handle;
+	const char *s = src;
+
+	if (w->use != USE_PRODUCT)
+		return ref_weight_fill(d, w, index, row0, n, src, from, e);
+	if (index < 0 || index >= w->count || row0 < 0 || n < 0 || n > w->rows - row0)
+		return err_fail(e, "rows %lld..%lld of matrix %lld are outside a weight of %lld x %lld rows", (long long)row0,
+				(long long)(row0 + n), (long long)index, (long long)w->count, (long long)w->rows);
+	if (!dtype_is_float(from))
+		return err_refuse(e, "a weight stored as %s cannot become %s", dtype_name(from), dtype_name(p->kept));
+	while (n > 0) {
+		int64_t panel = row0 / p->width, row = row0 % p->width, m = p->width - row < n ? p->width - row : n;
+
+		if (fill_panel(w, index, panel, row, m, s, from, e))
+			return -1;
+		s += (size_t)(m * w->cols) * dtype_size(from);
+		row0 += m;
+		n -= m;
+	}
+	return 0;
+}
+
+/* Rows that nobody filled are zero. */
+int cpu_weight_ready(struct device *d, struct weight *w, struct err *e)
+{
+	struct packed *p = w->handle;
+
+	if (w->use != USE_PRODUCT)
+		return ref_weight_ready(d, w, e);
+	for (int64_t i = 0; p->staging && i < w->count * p->panels; i++) {
+		void *rows = p->staging[i].rows;
+
+		if (p->staging[i].filled == panel_rows(p, w, i % p->panels))
+			continue;
+		p->staging[i].rows = NULL;
+		if (pack_panel(p, i / p->panels, i % p->panels, rows, e))
+			return -1;
+	}
+	free(p->staging);
+	p->staging = NULL;
+	return 0;
+}
+
+void cpu_weight_free(struct device *d, struct weight *w)
+{
+	struct packed *p = w->handle;
+
+	if (!p || w->use != USE_PRODUCT) {
+		ref_weight_free(d, w);
+		return;
+	}
+	for (int64_t i = 0; p->staging && i < w->count * p->panels; i++)
+		free(p->staging[i].rows);
+	free(p->staging);
+	free(p->data);
+	pthread_mutex_destroy(&p->lock);
+	free(p);
+	w->handle = NULL;
+}
