@@ -28,11 +28,11 @@ struct reader {
 
 static json_t *read_value(struct reader *r);
 
-/* Comments and, strictly only inside brackets, line ends are white space. */
+/* Comments are white space, and inside brackets line ends too. */
 static void skip_space(struct reader *r)
 {
 	for (;;) {
-		r->s += strspn(r->s, " \t\f\r\n");
+		r->s += strspn(r->s, r->depth ? " \t\f\r\n" : " \t\f");
 		if (*r->s != '#')
 			return;
 		r->s += strcspn(r->s, "\n");
@@ -298,7 +298,7 @@ static json_t *read_string(struct reader *r)
 			goto out;
 		skip_space(r);
 	}
-	if (!t.failed)
+	if (!t.failed && !(t.s && strlen(t.s) != t.len))	/* texts with NUL are beyond C strings */
 		v = json_stringn(t.s ? t.s : "", t.len);
 out:
 	text_release(&t);
@@ -414,30 +414,33 @@ static json_t *read_value(struct reader *r)
 	return read_word(r);
 }
 
+/* Only line ends are left. */
+static bool at_end(struct reader *r)
+{
+	skip_space(r);
+	return !r->s[strspn(r->s, "\r\n")];
+}
+
 /* One value, or values with commas between them: a tuple without its parentheses. */
 static json_t *read_expression(const char *s)
 {
-	struct reader r = { s, 0 };
-	json_t *v = read_value(&r), *list;
+	struct reader r = { s + strspn(s, " \t"), 0 };
+	json_t *v, *list = NULL;
 
-	skip_space(&r);
-	if (!v || !*r.s)
+	r.s += strspn(r.s, "\r\n");
+	v = read_value(&r);
+	if (!v || at_end(&r))
 		return v;
 	list = *r.s == ',' ? json_array() : NULL;
 	if (!list || json_array_append(list, v))
 		goto bad;
-	while (accept(&r, ',')) {
-		json_t *next;
+	while (accept(&r, ',') && !at_end(&r)) {
+		json_t *next = read_value(&r);
 
-		skip_space(&r);
-		if (!*r.s)
-			break;
-		next = read_value(&r);
 		if (!next || json_array_append_new(list, next))
 			goto bad;
 	}
-	skip_space(&r);
-	if (*r.s)
+	if (!at_end(&r))
 		goto bad;
 	json_decref(v);
 	return list;
