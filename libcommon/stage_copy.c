@@ -13,9 +13,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
-#include <pthread.h>
-#include <sched.h>
-#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -24,91 +21,54 @@
 #include "file.h"
 #include "mem.h"
 #include "pack.h"
+#include "parallel.h"
 #include "safetensors.h"
 #include "stage_copy.h"
 
 #define PIECE ((size_t)8 << 20)
 #define AHEAD (4 * PIECE)
 #define PIECE_BLOCKS (PIECE / PACK_BLOCK)
-#define THREADS_MAX 16
 #define RAW_FORMAT "dspark-stage"
 
 /* ---- packing a piece on all cores ------------------------------------------------------------------------------------ */
 
-/* Blocks of one piece are taken in any order, each packed to its own room, and written in theirs. */
+/* Each block of a piece has its own room and scratch memory. */
 struct packer {
 	const char *src;
 	size_t n;
 	enum dtype dtype;
-	atomic_size_t next;
-	char *out;			/* [PIECE_BLOCKS] of pack_bound(PACK_BLOCK) */
 	size_t len[PIECE_BLOCKS];
-	char *scratch[THREADS_MAX];
+	char *out, *scratch;		/* [PIECE_BLOCKS] of pack_bound(PACK_BLOCK), PACK_SCRATCH */
 };
 
-struct packer_thread {
-	struct packer *p;
-	char *scratch;
-};
-
-static void *pack_some(void *arg)
+static int pack_one(void *ctx, int64_t i, struct err *e)
 {
-	struct packer_thread *t = arg;
-	struct packer *p = t->p;
-	size_t i;
+	struct packer *p = ctx;
+	size_t b = (size_t)i, at = b * PACK_BLOCK, n = p->n - at < PACK_BLOCK ? p->n - at : PACK_BLOCK;
 
-	while ((i = atomic_fetch_add(&p->next, 1)) * PACK_BLOCK < p->n) {
-		size_t at = i * PACK_BLOCK, n = p->n - at < PACK_BLOCK ? p->n - at : PACK_BLOCK;
-
-		p->len[i] = pack_block(p->out + i * pack_bound(PACK_BLOCK), p->src + at, n, p->dtype, t->scratch);
-	}
-	return NULL;
-}
-
-static void pack_piece(struct packer *p, const char *src, size_t n, enum dtype d, int threads)
-{
-	struct packer_thread arg[THREADS_MAX];
-	pthread_t thread[THREADS_MAX];
-	int i, made = 0;
-
-	p->src = src;
-	p->n = n;
-	p->dtype = d;
-	atomic_store(&p->next, 0);
-	for (i = 0; i < threads; i++)
-		arg[i] = (struct packer_thread){ p, p->scratch[i] };
-	/* a thread that cannot be made leaves its blocks to the others, this one among them */
-	for (i = 1; i < threads && (size_t)i * PACK_BLOCK < n; i++, made++)
-		if (pthread_create(&thread[made], NULL, pack_some, &arg[i]))
-			break;
-	pack_some(&arg[0]);
-	for (i = 0; i < made; i++)
-		pthread_join(thread[i], NULL);
+	(void)e;
+	p->len[b] = pack_block(p->out + b * pack_bound(PACK_BLOCK), p->src + at, n, p->dtype, p->scratch + b * PACK_SCRATCH);
+	return 0;
 }
 
 static void packer_free(struct packer *p)
 {
-	int i;
-
-	for (i = 0; p && i < THREADS_MAX; i++)
-		free(p->scratch[i]);
-	if (p)
+	if (p) {
 		free(p->out);
+		free(p->scratch);
+	}
 	free(p);
 }
 
-static struct packer *packer_new(int threads, struct err *e)
+static struct packer *packer_new(struct err *e)
 {
 	struct packer *p = mem_calloc(1, sizeof *p, e);
-	int i;
 
 	if (!p)
 		return NULL;
 	p->out = mem_aligned(PIECE_BLOCKS * pack_bound(PACK_BLOCK), e);
-	for (i = 0; p->out && i < threads; i++)
-		if (!(p->scratch[i] = mem_aligned(PACK_SCRATCH, e)))
-			break;
-	if (p->out && i == threads)
+	p->scratch = mem_aligned(PIECE_BLOCKS * PACK_SCRATCH, e);
+	if (p->out && p->scratch)
 		return p;
 	packer_free(p);
 	return NULL;
@@ -118,12 +78,9 @@ static struct packer *packer_new(int threads, struct err *e)
 
 int stage_copier_open(struct stage_copier *k, const char *dir, const struct checkpoint *c, struct progress *p, struct err *e)
 {
-	cpu_set_t cpus;
 	size_t i;
 
-	*k = (struct stage_copier){ .dir = dir, .checkpoint = c, .progress = p, .threads = 1 };
-	if (!sched_getaffinity(0, sizeof cpus, &cpus))
-		k->threads = CPU_COUNT(&cpus) < THREADS_MAX ? CPU_COUNT(&cpus) : THREADS_MAX;
+	*k = (struct stage_copier){ .dir = dir, .checkpoint = c, .progress = p };
 	k->fd = mem_calloc(c->nfiles, sizeof *k->fd, e);
 	for (i = 0; k->fd && i < c->nfiles; i++)
 		k->fd[i] = -1;
@@ -166,7 +123,7 @@ static void advance(struct stage_copier *k, uint64_t n)
 {
 	k->done += n;
 	if (k->progress)
-		progress_update(k->progress, (int64_t)k->done, 0, (int64_t)k->done);
+		progress_update(k->progress, (int64_t)k->done, 0, 0);
 }
 
 /* Bytes of a checkpoint file; `path` is for messages and freed by the caller. */
@@ -243,7 +200,11 @@ static int put_packed(void *ctx, const char *buf, size_t n, struct err *e)
 	size_t i, to = 0;
 
 	digest_update(t->digest, buf, n);
-	pack_piece(p, buf, n, t->dtype, t->k->threads);
+	p->src = buf;
+	p->n = n;
+	p->dtype = t->dtype;
+	if (parallel_each((int64_t)((n + PACK_BLOCK - 1) / PACK_BLOCK), parallel_threads(), pack_one, p, e))
+		return -1;
 	for (i = 0; i * PACK_BLOCK < n; i++) {
 		memmove(p->out + to, p->out + i * pack_bound(PACK_BLOCK), p->len[i]);
 		to += p->len[i];
@@ -363,7 +324,7 @@ static int write_packed(struct target_file *t, struct stage_index *x, struct ent
 {
 	size_t i;
 
-	if (!t->k->packer && !(t->k->packer = packer_new(t->k->threads, e)))
+	if (!t->k->packer && !(t->k->packer = packer_new(e)))
 		return -1;
 	for (i = 0; i < x->n; i++) {
 		if (stage_index_blocks(x, i, (stage_bytes(&x->entry[i]) + PACK_BLOCK - 1) / PACK_BLOCK, e))

@@ -15,7 +15,6 @@ struct stage_copier {
 	const char *dir;
 	const struct checkpoint *checkpoint;
 	int *fd;			/* of its files, opened on demand */
-	int threads;
 	char *buf;			/* one piece */
 	struct packer *packer;		/* LZ4 */
 	struct progress *progress;	/* NULL = none */

@@ -132,30 +132,34 @@ static int hold(struct maker *m, struct stage_index *x, uint32_t i, int64_t from
 	return 0;
 }
 
-static int take_use(struct maker *m, struct stage_index *x, const struct use *u, struct err *e)
+/* `u` within rows [first, end) of its weight. */
+static int take_use(struct maker *m, struct stage_index *x, const struct use *u, int64_t first, int64_t end, struct err *e)
 {
-	const struct rule *r = &m->rule[u->rule];
-	int64_t first, n, low, high;
+	int64_t low = u->at > first ? u->at : first, high = u->at + u->rows < end ? u->at + u->rows : end;
 
-	stage_share(&m->mesh, x->share, r->shard, r->count, r->rows, &first, &n);
-	low = u->at > first ? u->at : first;
-	high = u->at + u->rows < first + n ? u->at + u->rows : first + n;
 	if (low < high)
 		return hold(m, x, u->entry, u->from + low - u->at, high - low, e);
-	return r->shard == SHARD_EXPERT ? 0 : hold(m, x, u->entry, 0, 0, e);
+	return m->rule[u->rule].shard == SHARD_EXPERT ? 0 : hold(m, x, u->entry, 0, 0, e);
 }
 
 /* The share with its places in the checkpoint. */
 static int take_share(struct maker *m, int share, struct stage_index *x, struct err *e)
 {
+	int64_t first = 0, n = 0;
 	size_t i;
 
 	*x = (struct stage_index){ .form = m->head.form, .share = share };
 	memcpy(x->key, m->head.key, DIGEST_HEX);
 	memset(m->slot, 0, m->checkpoint->nentries * sizeof *m->slot);
-	for (i = 0; i < m->nuses; i++)
-		if (take_use(m, x, &m->use[i], e))
+	for (i = 0; i < m->nuses; i++) {
+		const struct use *u = &m->use[i];
+		const struct rule *r = &m->rule[u->rule];
+
+		if (!i || u->rule != u[-1].rule)
+			stage_share(&m->mesh, share, r->shard, r->count, r->rows, &first, &n);
+		if (take_use(m, x, u, first, first + n, e))
 			return -1;
+	}
 	for (i = 0; i < x->n; i++) {
 		struct entry *t = &x->entry[i];
 
@@ -411,6 +415,16 @@ out:
 	return rc;
 }
 
+static int check_key(const struct maker *m, struct err *e)
+{
+	char key[DIGEST_HEX];
+
+	stage_key(key, m->plan->weights, &m->mesh, m->plan->target_layers, m->plan->force_hf);
+	if (strcmp(key, m->plan->stage_key))
+		return err_refuse(e, "the plan's stage key is not what this version makes of it: run dspark-plan again");
+	return 0;
+}
+
 /* ---- all shares ------------------------------------------------------------------------------------------------------ */
 
 static bool *wanted_shares(const struct maker *m, struct err *e)
@@ -418,59 +432,52 @@ static bool *wanted_shares(const struct maker *m, struct err *e)
 	bool *want = mem_calloc((size_t)m->head.shares, sizeof *want, e);
 	int r;
 
-	for (r = 0; want && r < m->plan->world; r++)
-		if (!m->o->ranks || m->o->ranks[r])
-			want[r % m->head.shares] = true;
+	for (r = 0; want && r < m->plan->world; r++) {
+		bool *w = &want[r % m->head.shares];
+
+		if (*w || (m->o->ranks && !m->o->ranks[r]))
+			continue;
+		*w = true;
+		m->made->done++;
+	}
 	return want;
 }
 
-/* Bytes and number of the wanted shares. */
-static int measure(struct maker *m, const bool *want, struct err *e)
-{
-	int s;
-
-	for (s = 0; s < m->head.shares; s++) {
-		struct stage_index x = { 0 };
-		int rc = want[s] ? take_share(m, s, &x, e) : 0;
-
-		m->made->bytes += stage_index_bytes(&x);
-		m->made->done += want[s];
-		stage_index_release(&x);
-		if (rc)
-			return -1;
-	}
-	return 0;
-}
-
-static int make_shares(struct maker *m, const bool *want, struct stage_copier *k, struct err *e)
+/* Each wanted share in turn; `k` NULL only counts its bytes. */
+static int each_share(struct maker *m, const bool *want, struct stage_copier *k, uint64_t *bytes, struct err *e)
 {
 	int s, rc = 0;
 
+	*bytes = 0;
 	for (s = 0; !rc && s < m->head.shares; s++) {
 		struct stage_index x = { 0 };
 
 		if (!want[s])
 			continue;
 		rc = take_share(m, s, &x, e);
-		if (!rc)
+		*bytes += stage_index_bytes(&x);
+		if (!rc && k)
 			rc = x.form == STAGE_REFERENCE ? publish_index(m, &x, e) : copy_share(m, k, &x, e);
 		stage_index_release(&x);
 	}
 	return rc;
 }
 
-static int make_copies(struct maker *m, const bool *want, struct err *e)
+static int make_shares(struct maker *m, const bool *want, struct err *e)
 {
 	bool show = m->o->progress && m->head.form != STAGE_REFERENCE;
 	struct stage_copier k = { 0 };
 	struct progress p;
 	int rc;
 
-	if (show)
+	if (show) {
+		if (each_share(m, want, NULL, &m->made->bytes, e))
+			return -1;
 		progress_begin(&p, PROGRESS_AUTO, "bytes", (int64_t)m->made->bytes);
+	}
 	rc = stage_copier_open(&k, m->dir, m->checkpoint, show ? &p : NULL, e);
 	if (!rc)
-		rc = make_shares(m, want, &k, e);
+		rc = each_share(m, want, &k, &m->made->bytes, e);
 	if (show)
 		progress_end(&p);
 	stage_copier_release(&k);
@@ -487,10 +494,10 @@ int stage_make(const char *dir, const struct plan *plan, struct target *t, const
 
 	*made = (struct stage_made){ .reused = true };
 	memcpy(m.head.key, plan->stage_key, DIGEST_HEX);
-	if (stage_shares(&m.mesh, &m.head.shares, e) || check_place(&m, e) || settle_form(&m, e) || walk(&m, t, e))
+	if (check_key(&m, e) || stage_shares(&m.mesh, &m.head.shares, e) || check_place(&m, e) || settle_form(&m, e) || walk(&m, t, e))
 		goto out;
 	want = wanted_shares(&m, e);
-	if (!want || measure(&m, want, e) || enter(&m, e) || write_head(&m, e) || make_copies(&m, want, e))
+	if (!want || enter(&m, e) || write_head(&m, e) || make_shares(&m, want, e))
 		goto out;
 	made->form = m.head.form;
 	made->shares = m.head.shares;
