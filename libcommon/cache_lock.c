@@ -11,10 +11,11 @@
 #include <unistd.h>
 
 #include "cache_lock.h"
-#include "digest.h"
 #include "err.h"
 #include "file.h"
 #include "log.h"
+
+#define PLAN_NAME 64		/* a digest, with room */
 
 enum { OPENING, LIVING };	/* the two bytes */
 
@@ -48,11 +49,12 @@ static int lock_enter(struct cache_lock *l, struct err *e)
 	return 0;
 }
 
-static void read_plan(const struct cache_lock *l, char plan[DIGEST_HEX])
+static void read_plan(const struct cache_lock *l, char plan[PLAN_NAME])
 {
-	ssize_t n = pread(l->fd, plan, DIGEST_HEX - 1, 0);
+	ssize_t n = pread(l->fd, plan, PLAN_NAME - 1, 0);
 
 	plan[n < 0 ? 0 : n] = '\0';
+	plan[strcspn(plan, "\n")] = '\0';
 }
 
 static int write_plan(const struct cache_lock *l, const char *plan, struct err *e)
@@ -77,7 +79,7 @@ static int refuse(const struct cache_lock *l, const char *dir, const char *livin
 
 static int lock_join(struct cache_lock *l, const char *dir, const char *plan, struct err *e)
 {
-	char living[DIGEST_HEX];
+	char living[PLAN_NAME];
 	int rc = file_lock(l->fd, l->path, LIVING, FILE_EXCLUSIVE, false, e);
 
 	if (rc < 0)
