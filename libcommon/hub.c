@@ -60,8 +60,9 @@ static bool is_model_name(const char *s)
 
 static int not_found(const char *name, const char *hub, struct err *e)
 {
-	return err_refuse(e, "'%s' is neither a directory nor a model in the local Hugging Face cache '%s': name a directory, or download the "
-			  "model into that cache first (nothing is downloaded here)", name, hub);
+	return err_refuse(e, "'%s' is neither a directory nor a model in the local Hugging Face "
+			  "cache '%s': name a directory, or download the model into that cache "
+			  "first (nothing is downloaded here)", name, hub);
 }
 
 /* The commit that refs/main of a cached model names. */
@@ -90,8 +91,9 @@ static int find_snapshot(char **dir, const char *name, const char *hub, struct e
 	char *model;
 	int rc = -1;
 
-	model = slash ? mem_printf(e, "%s/models--%.*s--%s", hub, (int)(slash - name), name, slash + 1) :
-			mem_printf(e, "%s/models--%s", hub, name);
+	model = slash ? mem_printf(e, "%s/models--%.*s--%s", hub, (int)(slash - name), name,
+				   slash + 1)
+		      : mem_printf(e, "%s/models--%s", hub, name);
 	if (!model)
 		return -1;
 	if (!file_is_dir(model)) {
@@ -126,7 +128,8 @@ int hub_find(char **dir, const char *name, struct err *e)
 		return *dir ? 0 : -1;
 	}
 	if (file_exists(name))
-		return err_refuse(e, "'%s' is a file: name the directory that holds config.json", name);
+		return err_refuse(e, "'%s' is a file: name the directory that holds config.json",
+				  name);
 	hub = hub_directory(e);
 	if (!hub)
 		return -1;

@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* keys: the table, and spelling. A section of its own where the reference reads the key; what a kind means is in keys.h. */
+/*
+ * keys: the table, and spelling. A section of its own where the reference reads the key; what a
+ * kind means is in keys.h.
+ */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
 #endif
@@ -97,8 +100,9 @@ const char *const keys_sections[] = { "dist_env", "distributed", "recipe_args", 
 
 /* What a recipe may have for other programs. */
 static const char *const other_sections[] = {
-	"recipe", "wandb", "mlflow", "comet", "optimizer", "lr_scheduler", "checkpoint", "compile", "fp8", "peft", "dataset", "val_dataset",
-	"dataloader", "seed", "slurm", "launcher", "ci", NULL,
+	"recipe",     "wandb",   "mlflow", "comet",    "optimizer", "lr_scheduler",
+	"checkpoint", "compile", "fp8",    "peft",     "dataset",   "val_dataset",
+	"dataloader", "seed",    "slurm",  "launcher", "ci",        NULL,
 };
 
 const struct key *keys_find(const char *section, const char *name)
@@ -168,11 +172,14 @@ const char *keys_nearest(const char *section, const char *name)
 	return found;
 }
 
-static int usage_unknown(const char *what, const char *prefix, const char *name, const char *near, struct err *e)
+static int usage_unknown(const char *what, const char *prefix, const char *name, const char *near,
+			 struct err *e)
 {
 	if (near)
-		return err_usage(e, "unknown %s '%s%s': did you mean '%s%s'?", what, prefix, name, prefix, near);
-	return err_usage(e, "unknown %s '%s%s': dspark-recipe(5) lists the keys that a recipe may have", what, prefix, name);
+		return err_usage(e, "unknown %s '%s%s': did you mean '%s%s'?", what, prefix, name,
+				 prefix, near);
+	return err_usage(e, "unknown %s '%s%s': dspark-recipe(5) lists the keys that a recipe may "
+			 "have", what, prefix, name);
 }
 
 int keys_check(const char *text, struct err *e)
@@ -182,21 +189,25 @@ int keys_check(const char *text, struct err *e)
 	const char *rest;
 
 	if (!text[whole] || !n || text[whole - 1] == '.' || memmem(text, whole, "..", 2))
-		return err_usage(e, "'%s' is no override: write SECTION.KEY=VALUE, as recipe_args.seq_length=512", text);
+		return err_usage(e, "'%s' is no override: write SECTION.KEY=VALUE, as "
+				 "recipe_args.seq_length=512", text);
 	if (n > SPELLING)
-		return err_usage(e, "'%.*s' is no section of a recipe: use dist_env, distributed or recipe_args", (int)n, text);
+		return err_usage(e, "'%.*s' is no section of a recipe: use dist_env, distributed "
+				 "or recipe_args", (int)n, text);
 	snprintf(section, sizeof section, "%.*s", (int)n, text);
 	if (!keys_section(section))
 		return usage_unknown("section", "", section, keys_nearest(NULL, section), e);
 	if (!listed(keys_sections, section))
 		return 0;
 	if (n == whole)
-		return err_usage(e, "'%s' is a section: name one of its keys, as %s.KEY=VALUE", section, section);
+		return err_usage(e, "'%s' is a section: name one of its keys, as %s.KEY=VALUE",
+				 section, section);
 	rest = text + n + 1;
 	m = strcspn(rest, ".=");
 	snprintf(prefix, sizeof prefix, "%s.", section);
 	if (m > SPELLING)
-		return err_usage(e, "unknown key '%s%.*s': dspark-recipe(5) lists the keys that a recipe may have", prefix, (int)m, rest);
+		return err_usage(e, "unknown key '%s%.*s': dspark-recipe(5) lists the keys that a "
+				 "recipe may have", prefix, (int)m, rest);
 	snprintf(name, sizeof name, "%.*s", (int)m, rest);
 	if (!keys_find(section, name))
 		return usage_unknown("key", prefix, name, keys_nearest(section, name), e);

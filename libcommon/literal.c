@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * literal: a recursive descent over one expression. A function returns NULL where the text is no literal; the caller then takes the
- * text as a string, so no message is needed and nothing here can refuse.
+ * literal: a recursive descent over one expression. A function returns NULL where the text is no
+ * literal; the caller then takes the text as a string, so no message is needed and nothing here can
+ * refuse.
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
@@ -18,8 +19,8 @@
 #include "literal.h"
 #include "text.h"
 
-#define LITERAL_BYTES 1000	/* the reference evaluates nothing longer */
-#define LITERAL_DEPTH 90	/* Python's own parser gives up near 100 */
+#define LITERAL_BYTES 1000 /* the reference evaluates nothing longer */
+#define LITERAL_DEPTH 90   /* Python's own parser gives up near 100 */
 
 struct reader {
 	const char *s;
@@ -50,17 +51,24 @@ static bool accept(struct reader *r, char c)
 
 static bool is_digit(char c, int base)
 {
-	int v = c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : c >= 'A' && c <= 'F' ? c - 'A' + 10 : 99;
+	int v = c >= '0' && c <= '9'   ? c - '0'
+		: c >= 'a' && c <= 'f' ? c - 'a' + 10
+		: c >= 'A' && c <= 'F' ? c - 'A' + 10
+				       : 99;
 
 	return v < base;
 }
 
 static bool is_name(char c)
 {
-	return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_' || (c & 0x80);
+	return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') ||
+	       c == '_' || (c & 0x80);
 }
 
-/* Digits with single underscores between them, copied to `out` without. Returns how many digits, or -1. */
+/*
+ * Digits with single underscores between them, copied to `out` without. Returns how many digits, or
+ * -1.
+ */
 static int read_digits(struct reader *r, int base, struct text *out)
 {
 	int n = 0;
@@ -98,14 +106,24 @@ static int prefix_base(const char *s)
 	if (s[0] != '0')
 		return 10;
 	switch (s[1]) {
-	case 'x': case 'X': return 16;
-	case 'o': case 'O': return 8;
-	case 'b': case 'B': return 2;
-	default: return 10;
+	case 'x':
+	case 'X':
+		return 16;
+	case 'o':
+	case 'O':
+		return 8;
+	case 'b':
+	case 'B':
+		return 2;
+	default:
+		return 10;
 	}
 }
 
-/* The fraction and exponent of a real, after its whole digits. False if there is neither, or no legal one. */
+/*
+ * The fraction and exponent of a real, after its whole digits. False if there is neither, or no
+ * legal one.
+ */
 static bool read_fraction(struct reader *r, int whole, struct text *out, bool *bad)
 {
 	bool found = false;
@@ -156,7 +174,7 @@ static json_t *read_number(struct reader *r, bool negative)
 	} else if (n > 0 && !digits.failed) {
 		bool zeros = strspn(digits.s + start, "0") == (size_t)n;
 
-		if (n == 1 || digits.s[start] != '0' || zeros)	/* 007 is no number */
+		if (n == 1 || digits.s[start] != '0' || zeros) /* 007 is no number */
 			v = integer(&digits, 10);
 	}
 out:
@@ -191,7 +209,9 @@ static void add_utf8(struct text *t, uint32_t c)
 	text_addn(t, b, (size_t)n);
 }
 
-/* `digits` hexadecimal digits as a character; surrogates and what is beyond Unicode have no UTF-8. */
+/*
+ * `digits` hexadecimal digits as a character; surrogates and what is beyond Unicode have no UTF-8.
+ */
 static bool read_hex(struct reader *r, int digits, struct text *out)
 {
 	uint32_t c = 0;
@@ -216,7 +236,10 @@ static void read_octal(struct reader *r, struct text *out)
 	add_utf8(out, c);
 }
 
-/* After a backslash. False for what Python would refuse, and for \N{...}, which needs the names of Unicode. */
+/*
+ * After a backslash. False for what Python would refuse, and for \N{...}, which needs the names of
+ * Unicode.
+ */
 static bool read_escape(struct reader *r, struct text *out)
 {
 	static const char from[] = "\\'\"abfnrtv", to[] = "\\'\"\a\b\f\n\r\t\v";
@@ -236,13 +259,18 @@ static bool read_escape(struct reader *r, struct text *out)
 		return true;
 	}
 	switch (c) {
-	case '\n': return true;
-	case 'x': return read_hex(r, 2, out);
-	case 'u': return read_hex(r, 4, out);
-	case 'U': return read_hex(r, 8, out);
-	case 'N': return false;
+	case '\n':
+		return true;
+	case 'x':
+		return read_hex(r, 2, out);
+	case 'u':
+		return read_hex(r, 4, out);
+	case 'U':
+		return read_hex(r, 8, out);
+	case 'N':
+		return false;
 	default:
-		text_add(out, "\\");		/* an unknown escape stands for itself */
+		text_add(out, "\\"); /* an unknown escape stands for itself */
 		text_addn(out, &c, 1);
 		return true;
 	}
@@ -298,14 +326,17 @@ static json_t *read_string(struct reader *r)
 			goto out;
 		skip_space(r);
 	}
-	if (!t.failed && !(t.s && strlen(t.s) != t.len))	/* texts with NUL are beyond C strings */
+	if (!t.failed && !(t.s && strlen(t.s) != t.len)) /* texts with NUL are beyond C strings */
 		v = json_stringn(t.s ? t.s : "", t.len);
 out:
 	text_release(&t);
 	return v;
 }
 
-/* The rest of a sequence up to `close`; `first` (stolen) is already read, or NULL. A trailing comma is legal after an element. */
+/*
+ * The rest of a sequence up to `close`; `first` (stolen) is already read, or NULL. A trailing comma
+ * is legal after an element.
+ */
 static json_t *read_sequence(struct reader *r, char close, json_t *first)
 {
 	json_t *list = json_array(), *v = first;
@@ -340,7 +371,8 @@ static json_t *read_dict(struct reader *r)
 		if (!json_is_string(k) || !accept(r, ':'))
 			goto bad;
 		v = read_value(r);
-		if (!v || json_object_setn_new(dict, json_string_value(k), json_string_length(k), v))
+		if (!v ||
+		    json_object_setn_new(dict, json_string_value(k), json_string_length(k), v))
 			goto bad;
 		json_decref(k);
 		k = NULL;
@@ -371,7 +403,10 @@ static json_t *read_parens(struct reader *r)
 
 static json_t *read_word(struct reader *r)
 {
-	static const struct { const char *name; size_t len; } words[] = { { "None", 4 }, { "True", 4 }, { "False", 5 } };
+	static const struct {
+		const char *name;
+		size_t len;
+	} words[] = { { "None", 4 }, { "True", 4 }, { "False", 5 } };
 
 	for (size_t i = 0; i < 3; i++) {
 		if (strncmp(r->s, words[i].name, words[i].len) || is_name(r->s[words[i].len]))

@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * recipe: from the YAML tree to a struct. Every value goes the way it goes in the reference: variables are expanded, the text is read as a literal,
- * and only then does a key look at its type. Texts (paths, templates) are kept as they are written: a directory called 2024 is no number.
+ * recipe: from the YAML tree to a struct. Every value goes the way it goes in the reference:
+ * variables are expanded, the text is read as a literal, and only then does a key look at its type.
+ * Texts (paths, templates) are kept as they are written: a directory called 2024 is no number.
  *
- * Only the three sections that are read are kept. The others belong to training, and may hold secrets that no record should repeat.
+ * Only the three sections that are read are kept. The others belong to training, and may hold
+ * secrets that no record should repeat.
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
@@ -31,14 +33,15 @@
 #include "variables.h"
 #include "yaml.h"
 
-/* ---- overrides ----------------------------------------------------------------------------------------------------- */
+/* ---- overrides ------------------------------------------------------------------------------- */
 
 /* The text of a string value as what its key takes. */
 static json_t *typed(const char *s, enum key_kind kind, struct err *e)
 {
 	json_t *v = literal_parse(s, e);
 
-	if (!v || (kind != KEY_TEXT && kind != KEY_PATHS) || json_is_string(v) || json_is_null(v) || (kind == KEY_PATHS && json_is_array(v)))
+	if (!v || (kind != KEY_TEXT && kind != KEY_PATHS) || json_is_string(v) || json_is_null(v) ||
+	    (kind == KEY_PATHS && json_is_array(v)))
 		return v;
 	json_decref(v);
 	return json_string(s);
@@ -56,7 +59,10 @@ static int out_of_memory(struct err *e)
 	return err_fail(e, "out of memory: cannot hold a recipe");
 }
 
-/* Walks to the object that holds the last name of the path, putting objects where something else or nothing is. */
+/*
+ * Walks to the object that holds the last name of the path, putting objects where something else or
+ * nothing is.
+ */
 static int override_apply(json_t *tree, const char *text, struct err *e)
 {
 	const char *value = strchr(text, '=') + 1;
@@ -137,7 +143,7 @@ int recipe_take_overrides(int *argc, char **argv, char ***out, struct err *e)
 	return n;
 }
 
-/* ---- the tree ------------------------------------------------------------------------------------------------------ */
+/* ---- the tree -------------------------------------------------------------------------------- */
 
 static json_t *resolve_string(const char *s, enum key_kind kind, struct err *e)
 {
@@ -184,7 +190,8 @@ static json_t *resolve_array(const json_t *list, enum key_kind kind, struct err 
 	json_t *out = json_array();
 
 	for (size_t i = 0; out && i < json_array_size(list); i++) {
-		json_t *r = resolve(json_array_get(list, i), kind == KEY_PATHS ? KEY_TEXT : kind, e);
+		json_t *r =
+			resolve(json_array_get(list, i), kind == KEY_PATHS ? KEY_TEXT : kind, e);
 
 		if (!r || json_array_append_new(out, r)) {
 			json_decref(out);
@@ -254,7 +261,8 @@ static void warn_sections(const char *path, const json_t *file)
 	json_object_foreach((json_t *)file, key, v) {
 		near = keys_section(key) ? NULL : keys_nearest(NULL, key);
 		if (near)
-			log_warn("'%s': unknown section '%s' is ignored; did you mean '%s'?", path, key, near);
+			log_warn("'%s': unknown section '%s' is ignored; did you mean '%s'?", path,
+				 key, near);
 	}
 }
 
@@ -291,7 +299,8 @@ static void warn_unknown(const char *path, const char *section, const char *key)
 	const char *near = keys_nearest(section, key);
 
 	if (near)
-		log_warn("'%s': unknown key '%s.%s' is ignored; did you mean '%s'?", path, section, key, near);
+		log_warn("'%s': unknown key '%s.%s' is ignored; did you mean '%s'?", path, section,
+			 key, near);
 	else
 		log_warn("'%s': unknown key '%s.%s' is ignored", path, section, key);
 }
@@ -315,21 +324,23 @@ static void report_keys(const char *path, const json_t *tree)
 		}
 	}
 	if (idle.len && !idle.failed)
-		log_info("'%s': without effect here (they tune the kernels of the reference): %s", path, idle.s);
+		log_info("'%s': without effect here (they tune the kernels of the reference): %s",
+			 path, idle.s);
 	if (training.len && !training.failed)
 		log_debug("'%s': left to training: %s", path, training.s);
 	text_release(&idle);
 	text_release(&training);
 }
 
-/* ---- values -------------------------------------------------------------------------------------------------------- */
+/* ---- values ---------------------------------------------------------------------------------- */
 
 struct section {
 	const char *name;
 	const json_t *o;
 };
 
-static int wrong(const struct section *s, const char *key, const json_t *v, const char *want, struct err *e)
+static int wrong(const struct section *s, const char *key, const json_t *v, const char *want,
+		 struct err *e)
 {
 	struct text t = TEXT_INIT;
 
@@ -355,7 +366,8 @@ static bool whole_number(const json_t *v, int64_t *out)
 }
 
 /* Absent and empty leave *out as it is. */
-static int get_int(const struct section *s, const char *key, int64_t min, int64_t *out, struct err *e)
+static int get_int(const struct section *s, const char *key, int64_t min, int64_t *out,
+		   struct err *e)
 {
 	const json_t *v = json_object_get(s->o, key);
 	int64_t n;
@@ -365,13 +377,15 @@ static int get_int(const struct section *s, const char *key, int64_t min, int64_
 	if (!whole_number(v, &n))
 		return wrong(s, key, v, "a whole number", e);
 	if (n < min)
-		return err_refuse(e, "%s.%s must be at least %" PRId64 ", not %" PRId64, s->name, key, min, n);
+		return err_refuse(e, "%s.%s must be at least %" PRId64 ", not %" PRId64, s->name,
+				  key, min, n);
 	*out = n;
 	return 0;
 }
 
 /* Sizes of a mesh: absent, empty and 0 are 1. */
-static int get_size(const struct section *s, const char *key, int64_t min, int64_t *out, struct err *e)
+static int get_size(const struct section *s, const char *key, int64_t min, int64_t *out,
+		    struct err *e)
 {
 	*out = 1;
 	if (get_int(s, key, min, out, e))
@@ -411,7 +425,8 @@ static int get_text(const struct section *s, const char *key, char **out, struct
 }
 
 /* As get_text for what no run can do without. */
-static int need_text(const struct section *s, const char *key, char **out, const char *remedy, struct err *e)
+static int need_text(const struct section *s, const char *key, char **out, const char *remedy,
+		     struct err *e)
 {
 	if (get_text(s, key, out, e))
 		return -1;
@@ -432,7 +447,10 @@ static int get_minutes(const struct section *s, double *out, struct err *e)
 	return 0;
 }
 
-/* Of two sizes that are cut here by nothing, both are named, as a user who sets one usually has set the other. */
+/*
+ * Of two sizes that are cut here by nothing, both are named, as a user who sets one usually has set
+ * the other.
+ */
 static int refuse_axes(const struct section *s, struct err *e)
 {
 	int64_t tp, pp;
@@ -441,40 +459,48 @@ static int refuse_axes(const struct section *s, struct err *e)
 		return -1;
 	if (tp == 1 && pp == 1)
 		return 0;
-	return err_refuse(e, "distributed.%s is %" PRId64 ": a target is not cut by tensors or stages, because every rank runs rows of its "
-			  "own; set tp_size and pp_size to 1 and share a large target with ep_size", tp != 1 ? "tp_size" : "pp_size",
-			  tp != 1 ? tp : pp);
+	return err_refuse(e, "distributed.%s is %" PRId64 ": a target is not cut by tensors or "
+			  "stages, because every rank runs rows of its own; set tp_size and "
+			  "pp_size to 1 and share a large target with ep_size",
+			  tp != 1 ? "tp_size" : "pp_size", tp != 1 ? tp : pp);
 }
 
 static int read_mesh(struct recipe *r, const struct section *s, struct err *e)
 {
-	static const char *const known[] = { "fsdp2", "megatron_fsdp", "megatron-fsdp", "mfsdp", "ddp" };
+	static const char *const known[] = { "fsdp2", "megatron_fsdp", "megatron-fsdp", "mfsdp",
+					     "ddp" };
 	const json_t *moe = json_object_get(s->o, "moe");
 	struct section ms = { "distributed.moe", moe };
 	bool found = false;
 
 	if (get_text(s, "strategy", &r->strategy, e) || get_size(s, "cp_size", 0, &r->cp_size, e) ||
-	    get_size(s, "ep_size", 0, &r->ep_size, e) || get_size(s, "dp_replicate_size", 0, &r->dp_replicate_size, e))
+	    get_size(s, "ep_size", 0, &r->ep_size, e) ||
+	    get_size(s, "dp_replicate_size", 0, &r->dp_replicate_size, e))
 		return -1;
 	for (size_t i = 0; r->strategy && i < sizeof known / sizeof known[0]; i++)
 		found = found || !strcasecmp(known[i], r->strategy);
 	if (r->strategy && !found)
-		log_warn("'%s': distributed.strategy '%s' is unknown; gathered weights are cut as fsdp2 does it", r->path, r->strategy);
+		log_warn("'%s': distributed.strategy '%s' is unknown; gathered weights are cut as "
+			 "fsdp2 does it", r->path, r->strategy);
 	if (moe && !json_is_null(moe) && !json_is_object(moe))
 		return wrong(s, "moe", moe, "a mapping of keys to values", e);
 	r->reshard_after_forward = true;
 	if (get_bool(s, "reshard_after_forward", &r->reshard_after_forward, e) ||
 	    get_bool(&ms, "reshard_after_forward", &r->reshard_after_forward, e))
 		return -1;
-	r->offload = json_has(s->o, "offload_policy") && !json_is_false(json_object_get(s->o, "offload_policy"));
+	r->offload = json_has(s->o, "offload_policy") &&
+		     !json_is_false(json_object_get(s->o, "offload_policy"));
 	return 0;
 }
 
-/* ---- recipe_args --------------------------------------------------------------------------------------------------- */
+/* ---- recipe_args ----------------------------------------------------------------------------- */
 
 static int read_dtype(struct recipe *r, const struct section *s, struct err *e)
 {
-	static const struct { const char *name; enum dtype dtype; } known[] = { { "bf16", DT_BF16 }, { "fp16", DT_F16 }, { "fp32", DT_F32 } };
+	static const struct {
+		const char *name;
+		enum dtype dtype;
+	} known[] = { { "bf16", DT_BF16 }, { "fp16", DT_F16 }, { "fp32", DT_F32 } };
 	char *name = NULL;
 
 	r->cache_dtype = DT_BF16;
@@ -492,19 +518,28 @@ static int read_dtype(struct recipe *r, const struct section *s, struct err *e)
 	return r->cache_dtype == DT_NONE ? -1 : 0;
 }
 
+/* Of micro_batch_size, from cache_shard_size on; the batch itself where that is beyond int64_t. */
+static int64_t next_multiple(const struct recipe *r)
+{
+	int64_t n = mem_mul(r->cache_shard_size / r->micro_batch_size + 1, r->micro_batch_size);
+
+	return n > 0 ? n : r->micro_batch_size;
+}
+
 static int read_cache(struct recipe *r, const struct section *s, struct err *e)
 {
 	r->micro_batch_size = 1;
 	r->cache_shard_size = 256;
 	if (get_int(s, "micro_batch_size", 1, &r->micro_batch_size, e) ||
-	    need_text(s, "cache_output_dir", &r->cache_output_dir, "name the directory where the cache goes", e) ||
+	    need_text(s, "cache_output_dir", &r->cache_output_dir,
+		      "name the directory where the cache goes", e) ||
 	    read_dtype(r, s, e) || get_int(s, "cache_shard_size", 1, &r->cache_shard_size, e))
 		return -1;
 	if (r->cache_shard_size % r->micro_batch_size)
-		return err_refuse(e, "recipe_args.cache_shard_size is %" PRId64 ", no multiple of micro_batch_size, %" PRId64
-				  ": set cache_shard_size to %" PRId64 ", or micro_batch_size to 1", r->cache_shard_size, r->micro_batch_size,
-				  r->cache_shard_size > INT64_MAX - r->micro_batch_size ? r->micro_batch_size :
-				  (r->cache_shard_size / r->micro_batch_size + 1) * r->micro_batch_size);
+		return err_refuse(e, "recipe_args.cache_shard_size is %" PRId64 ", no multiple of "
+				  "micro_batch_size, %" PRId64 ": set cache_shard_size to %" PRId64
+				  ", or micro_batch_size to 1", r->cache_shard_size,
+				  r->micro_batch_size, next_multiple(r));
 	return 0;
 }
 
@@ -525,13 +560,18 @@ static int read_layer_ids(struct recipe *r, const struct section *s, struct err 
 		return -1;
 	for (size_t i = 0; i < n; i++) {
 		if (!whole_number(json_array_get(v, i), &r->layer_ids[i]))
-			return wrong(s, "target_layer_ids", v, "a list of layer numbers, as [1, 9, 18]", e);
+			return wrong(s, "target_layer_ids", v,
+				     "a list of layer numbers, as [1, 9, 18]", e);
 		if (r->layer_ids[i] < -1)
-			return err_refuse(e, "recipe_args.target_layer_ids has %" PRId64 ": layers count from 0, and -1 is the embedding output",
+			return err_refuse(e,
+					  "recipe_args.target_layer_ids has %" PRId64
+					  ": layers count from 0, and -1 is the embedding output",
 					  r->layer_ids[i]);
 		if (i && r->layer_ids[i] <= r->layer_ids[i - 1])
-			return err_refuse(e, "recipe_args.target_layer_ids must increase strictly, but %" PRId64 " follows %" PRId64
-					  ": sort the list and name each layer once", r->layer_ids[i], r->layer_ids[i - 1]);
+			return err_refuse(e, "recipe_args.target_layer_ids must increase strictly, "
+					  "but %" PRId64 " follows %" PRId64 ": sort the list and "
+					  "name each layer once", r->layer_ids[i],
+					  r->layer_ids[i - 1]);
 	}
 	r->n_layer_ids = (int)n;
 	return 0;
@@ -545,9 +585,11 @@ static int read_data_path(struct recipe *r, const struct section *s, struct err 
 	int rc = -1;
 
 	if (!json_is_array(v))
-		return need_text(s, "train_data_path", &r->train_data_path, "name the file of chat rows, or a list of files", e);
+		return need_text(s, "train_data_path", &r->train_data_path,
+				 "name the file of chat rows, or a list of files", e);
 	if (!json_array_size(v))
-		return err_refuse(e, "recipe_args.train_data_path is an empty list: name the files of chat rows");
+		return err_refuse(e, "recipe_args.train_data_path is an empty list: name the files "
+				  "of chat rows");
 	for (size_t i = 0; i < json_array_size(v); i++) {
 		if (!json_is_string(json_array_get(v, i)))
 			return wrong(s, "train_data_path", v, "a text or a list of texts", e);
@@ -564,13 +606,18 @@ static int read_data_path(struct recipe *r, const struct section *s, struct err 
 static int read_target(struct recipe *r, const struct section *s, struct err *e)
 {
 	if (get_bool(s, "trust_remote_code", &r->trust_remote_code, e) ||
-	    need_text(s, "target_model_name_or_path", &r->target, "name the directory of the target, or a model in the local cache", e) ||
+	    need_text(s, "target_model_name_or_path", &r->target,
+		      "name the directory of the target, or a model in the local cache", e) ||
 	    get_int(s, "seq_length", 1, &r->seq_length, e))
 		return -1;
 	if (!r->seq_length)
-		return err_refuse(e, "recipe_args.seq_length is missing: give the number of tokens that a row may have");
+		return err_refuse(e, "recipe_args.seq_length is missing: give the number of tokens "
+				  "that a row may have");
 	if (r->seq_length > INT32_MAX)
-		return err_refuse(e, "recipe_args.seq_length is %" PRId64 ": positions have 31 bits, give at most %d", r->seq_length, INT32_MAX);
+		return err_refuse(e,
+				  "recipe_args.seq_length is %" PRId64
+				  ": positions have 31 bits, give at most %d",
+				  r->seq_length, INT32_MAX);
 	return 0;
 }
 
@@ -581,26 +628,34 @@ static int read_args(struct recipe *r, const struct section *s, struct err *e)
 	r->draft_num_hidden_layers = 5;
 	r->shuffle_seed = 42;
 	if (!json_object_size(s->o))
-		return err_refuse(e, "recipe_args is missing: a recipe names target, data and cache there");
+		return err_refuse(e, "recipe_args is missing: a recipe names target, data and "
+				  "cache there");
 	if (read_target(r, s, e) || read_cache(r, s, e) ||
 	    get_int(s, "target_num_hidden_layers", 1, &r->target_num_hidden_layers, e) ||
-	    get_bool(s, "target_force_hf", &r->target_force_hf, e) || get_text(s, "chat_template", &r->chat_template, e) ||
-	    get_int(s, "draft_num_hidden_layers", INT64_MIN, &r->draft_num_hidden_layers, e) || read_layer_ids(r, s, e) ||
-	    get_text(s, "train_split", &r->train_split, e) || get_int(s, "shuffle_seed", INT64_MIN, &r->shuffle_seed, e) ||
+	    get_bool(s, "target_force_hf", &r->target_force_hf, e) ||
+	    get_text(s, "chat_template", &r->chat_template, e) ||
+	    get_int(s, "draft_num_hidden_layers", INT64_MIN, &r->draft_num_hidden_layers, e) ||
+	    read_layer_ids(r, s, e) || get_text(s, "train_split", &r->train_split, e) ||
+	    get_int(s, "shuffle_seed", INT64_MIN, &r->shuffle_seed, e) ||
 	    get_bool(s, "mask_reasoning_content", &r->mask_reasoning_content, e) ||
-	    get_bool(s, "mask_generation_prompt", &r->mask_generation_prompt, e) || read_data_path(r, s, e))
+	    get_bool(s, "mask_generation_prompt", &r->mask_generation_prompt, e) ||
+	    read_data_path(r, s, e))
 		return -1;
 	return get_int(s, "num_workers", 0, &workers, e);
 }
 
 static int find_target(struct recipe *r, struct err *e)
 {
-	return hub_find(&r->target_dir, r->target, e) ? err_context(e, "recipe_args.target_model_name_or_path") : 0;
+	return hub_find(&r->target_dir, r->target, e)
+		       ? err_context(e, "recipe_args.target_model_name_or_path")
+		       : 0;
 }
 
-int recipe_read(struct recipe *r, const char *path, const char *const *overrides, int n, struct err *e)
+int recipe_read(struct recipe *r, const char *path, const char *const *overrides, int n,
+		struct err *e)
 {
-	struct section env = { "dist_env", NULL }, mesh = { "distributed", NULL }, args = { "recipe_args", NULL };
+	struct section env = { "dist_env", NULL }, mesh = { "distributed", NULL },
+		       args = { "recipe_args", NULL };
 
 	*r = (struct recipe){ .timeout_minutes = 30 };
 	for (int i = 0; i < n; i++) {
@@ -617,8 +672,9 @@ int recipe_read(struct recipe *r, const char *path, const char *const *overrides
 	env.o = json_object_get(r->tree, env.name);
 	mesh.o = json_object_get(r->tree, mesh.name);
 	args.o = json_object_get(r->tree, args.name);
-	if (refuse_axes(&mesh, e) || get_text(&env, "backend", &r->backend, e) || get_minutes(&env, &r->timeout_minutes, e) ||
-	    read_mesh(r, &mesh, e) || read_args(r, &args, e) || find_target(r, e))
+	if (refuse_axes(&mesh, e) || get_text(&env, "backend", &r->backend, e) ||
+	    get_minutes(&env, &r->timeout_minutes, e) || read_mesh(r, &mesh, e) ||
+	    read_args(r, &args, e) || find_target(r, e))
 		goto bad;
 	return 0;
 bad:
@@ -642,7 +698,7 @@ void recipe_release(struct recipe *r)
 	*r = (struct recipe){ 0 };
 }
 
-/* ---- the chat template --------------------------------------------------------------------------------------------- */
+/* ---- the chat template ----------------------------------------------------------------------- */
 
 #define TEMPLATE_BYTES (16 << 20)
 
@@ -673,23 +729,28 @@ out:
 	return rc;
 }
 
-/* A file of JSON with a chat_template is as good as that template; every other text is the template itself. */
+/*
+ * A file of JSON with a chat_template is as good as that template; every other text is the template
+ * itself.
+ */
 static int template_file(const char *path, struct text *out, struct err *e)
 {
 	json_t *json, *member;
-	int rc;
+	int rc = 0;
 
 	if (file_is_dir(path))
-		return err_refuse(e, "recipe_args.chat_template: '%s' is a directory: name a file", path);
+		return err_refuse(e, "recipe_args.chat_template: '%s' is a directory: name a file",
+				  path);
 	if (read_lines(path, out, e))
 		return -1;
 	json = json_loadb(out->len ? out->s : "", out->len, JSON_DECODE_ANY, NULL);
 	member = json_object_get(json, "chat_template");
-	rc = member && !json_is_string(member) ?
-		err_refuse(e, "recipe_args.chat_template: the chat_template in '%s' is not a text: name a file with one template", path) : 0;
-	if (member && !rc) {
+	if (json_is_string(member)) {
 		text_clear(out);
 		text_addn(out, json_string_value(member), json_string_length(member));
+	} else if (member) {
+		rc = err_refuse(e, "recipe_args.chat_template: the chat_template in '%s' is not a "
+				"text: name a file with one template", path);
 	}
 	json_decref(json);
 	return rc ? rc : text_ok(out, e);
@@ -698,7 +759,8 @@ static int template_file(const char *path, struct text *out, struct err *e)
 static int template_recipe(const char *s, struct text *out, struct err *e)
 {
 	if (!*s)
-		return err_refuse(e, "recipe_args.chat_template is empty: give a template or the name of its file, or leave the key out");
+		return err_refuse(e, "recipe_args.chat_template is empty: give a template or the "
+				  "name of its file, or leave the key out");
 	if (!strstr(s, "{%") && !strstr(s, "{{") && file_exists(s))
 		return template_file(s, out, e);
 	text_add(out, s);
@@ -707,7 +769,8 @@ static int template_recipe(const char *s, struct text *out, struct err *e)
 
 static int named_templates(const char *where, struct err *e)
 {
-	return err_refuse(e, "'%s' holds several named chat templates: say in recipe_args.chat_template which one is meant", where);
+	return err_refuse(e, "'%s' holds several named chat templates: say in "
+			  "recipe_args.chat_template which one is meant", where);
 }
 
 /* Templates with names beside the default one. */
@@ -736,7 +799,8 @@ static int refuse_additional(const char *target, struct err *e)
 /* What the tokenizer's own files say; *found is left false where they say nothing. */
 static int template_tokenizer(const char *target, struct text *out, bool *found, struct err *e)
 {
-	char *jinja = file_join(target, "chat_template.jinja", e), *path = file_join(target, "tokenizer_config.json", e);
+	char *jinja = file_join(target, "chat_template.jinja", e),
+	     *path = file_join(target, "tokenizer_config.json", e);
 	json_t *config = NULL, *v;
 	int rc = -1;
 
@@ -771,8 +835,10 @@ out:
 static int have_tokenizer(const char *target, bool *have, struct err *e)
 {
 	static const char *const files[] = {
-		"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tiktoken.model", "vocab.json", "vocab.txt", "spiece.model",
-		"chat_template.jinja",
+		"tokenizer.json",  "tokenizer_config.json",
+		"tokenizer.model", "tiktoken.model",
+		"vocab.json",      "vocab.txt",
+		"spiece.model",    "chat_template.jinja",
 	};
 
 	*have = false;
@@ -796,7 +862,8 @@ int recipe_template(const struct recipe *r, char sha[65], bool *tokenizer, struc
 	sha[0] = '\0';
 	if (have_tokenizer(r->target_dir, tokenizer, e))
 		return -1;
-	if (r->chat_template ? template_recipe(r->chat_template, &t, e) : template_tokenizer(r->target_dir, &t, &found, e))
+	if (r->chat_template ? template_recipe(r->chat_template, &t, e)
+			     : template_tokenizer(r->target_dir, &t, &found, e))
 		goto out;
 	if (found)
 		digest_sha256(sha, t.s ? t.s : "", t.len);
@@ -808,20 +875,23 @@ out:
 
 int64_t *recipe_default_layers(int64_t draft_layers, int64_t layers, int *count, struct err *e)
 {
-	int64_t last = layers - 1, n = draft_layers > last ? last : draft_layers < 1 ? 1 : draft_layers;
-	int64_t *ids;
+	int64_t last = layers - 1, n, *ids;
+	double step;
 
 	if (layers < 2) {
-		err_refuse(e, "a target of %" PRId64 " layers has no default target_layer_ids: set recipe_args.target_layer_ids", layers);
+		err_refuse(e, "a target of %" PRId64 " layers has no default target_layer_ids: "
+			   "set recipe_args.target_layer_ids", layers);
 		return NULL;
 	}
+	n = draft_layers < 1 ? 1 : draft_layers < last ? draft_layers : last;
 	ids = mem_calloc((size_t)n, sizeof *ids, e);
 	if (!ids)
 		return NULL;
 	*count = 0;
+	step = n > 1 ? (double)(last - 1) / (double)(n - 1) : 0;
 	for (int64_t i = 0; i < n; i++) {
 		/* nearbyint rounds halves to even, as Python's round does */
-		int64_t id = n == 1 ? last : (int64_t)nearbyint(1 + (double)i * ((double)(last - 1) / (double)(n - 1)));
+		int64_t id = n > 1 ? (int64_t)nearbyint(1 + (double)i * step) : last;
 
 		if (!*count || id > ids[*count - 1])
 			ids[(*count)++] = id;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * tokens: a tokens.safetensors (DESIGN section 2): ragged ids and masks of N rows. Only the row offsets are kept in memory.
+ * tokens: a tokens.safetensors (DESIGN section 2): ragged ids and masks of N rows. Only the row
+ * offsets are kept in memory.
  */
 #ifndef DSPARK_TOKENS_H
 #define DSPARK_TOKENS_H
@@ -28,8 +29,10 @@ struct tokens {
 #define TOKENS_INIT { .file = SAFETENSORS_INIT }
 
 /*
- * Opens and checks format, version, tensors, metadata, offsets (0 first, ascending, T last, rows of 1..seq_length tokens). O(rows) memory. A row without tokens is
- * refused: nothing could be computed for it, and the reference would only cache states of its padding. Zero rows are legal, as is another tensor beside the three.
+ * Opens and checks format, version, tensors, metadata, offsets (0 first, ascending, T last, rows of
+ * 1..seq_length tokens). O(rows) memory. A row without tokens is refused: nothing could be computed
+ * for it, and the reference would only cache states of its padding. Zero rows are legal, as is
+ * another tensor beside the three.
  */
 int tokens_open(struct tokens *t, const char *path, struct err *e);
 void tokens_release(struct tokens *t);
@@ -40,12 +43,19 @@ static inline int64_t tokens_length(const struct tokens *t, int64_t row)
 }
 
 /* ids and mask of rows [first, first+n), one after another; either may be NULL. */
-int tokens_rows(const struct tokens *t, int64_t first, int64_t n, int32_t *ids, uint8_t *mask, struct err *e);
+int tokens_rows(const struct tokens *t, int64_t first, int64_t n, int32_t *ids, uint8_t *mask,
+		struct err *e);
 
-/* Reads the file once, in pieces: ids and pad_token_id in [0, vocab), mask 0 or 1, rows_xxh3_128. Names the first bad row and position, from 0. */
+/*
+ * Reads the file once, in pieces: ids and pad_token_id in [0, vocab), mask 0 or 1, rows_xxh3_128.
+ * Names the first bad row and position, from 0.
+ */
 int tokens_verify(const struct tokens *t, int64_t vocab, struct err *e);
 
-/* Refuses (listing all differences) tokens whose seq_length, data path, split, seed or masks are not the recipe's. */
+/*
+ * Refuses (listing all differences) tokens whose seq_length, data path, split, seed or masks are
+ * not the recipe's.
+ */
 struct recipe;
 int tokens_match(const struct tokens *t, const struct recipe *r, struct err *e);
 

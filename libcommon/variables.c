@@ -24,7 +24,8 @@ static void trim(const char **s, size_t *n)
 }
 
 /* Appends the value of variable s[0..n), else the default (NULL = none). */
-static int add_variable(struct text *out, const char *s, size_t n, const char *def, size_t ndef, struct err *e)
+static int add_variable(struct text *out, const char *s, size_t n, const char *def, size_t ndef,
+			struct err *e)
 {
 	char *name = mem_printf(e, "%.*s", (int)n, s);
 	const char *value;
@@ -38,7 +39,10 @@ static int add_variable(struct text *out, const char *s, size_t n, const char *d
 	else if (def)
 		text_addn(out, def, ndef);
 	else
-		rc = err_refuse(e, "the environment variable '%s' is not set: set it, or write ${%s,default}", name, name);
+		rc = err_refuse(
+			e,
+			"the environment variable '%s' is not set: set it, or write ${%s,default}",
+			name, name);
 	free(name);
 	return rc;
 }
@@ -83,10 +87,14 @@ static int expand_braces(struct text *out, const char *s, struct err *e)
 	return 0;
 }
 
-/* Length of the name at s: words of letters, digits and _ with dots between them, the first not beginning with a digit. */
+/*
+ * Length of the name at s: words of letters, digits and _ with dots between them, the first not
+ * beginning with a digit.
+ */
 static size_t variable_name(const char *s)
 {
-	static const char word[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz_0123456789";
+	static const char word[] =
+		"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz_0123456789";
 	size_t n = isdigit((unsigned char)*s) ? 0 : strspn(s, word);
 
 	while (n && s[n] == '.' && strspn(s + n + 1, word))
@@ -119,7 +127,8 @@ int variables_expand(struct text *out, const char *s, struct err *e)
 	struct text braces = TEXT_INIT;
 	int rc = -1;
 
-	if (!expand_braces(&braces, s, e) && !text_ok(&braces, e) && !expand_plain(out, braces.s ? braces.s : "", e))
+	if (!expand_braces(&braces, s, e) && !text_ok(&braces, e) &&
+	    !expand_plain(out, braces.s ? braces.s : "", e))
 		rc = text_ok(out, e);
 	text_release(&braces);
 	return rc;

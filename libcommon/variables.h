@@ -7,8 +7,9 @@ struct err;
 struct text;
 
 /*
- * Appends `s` with ${VAR}, ${VAR,default}, ${oc.env:VAR}, ${oc.env:VAR,default} replaced, then $VAR in the result (names may have dots). An unset variable
- * without default is refused. A '$' that begins none of these stays.
+ * Appends `s` with ${VAR}, ${VAR,default}, ${oc.env:VAR}, ${oc.env:VAR,default} replaced, then $VAR
+ * in the result (names may have dots). An unset variable without default is refused. A '$' that
+ * begins none of these stays.
  */
 int variables_expand(struct text *out, const char *s, struct err *e);
 
