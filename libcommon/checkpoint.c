@@ -2,8 +2,8 @@
 /*
  * checkpoint: finds the files of a model directory and indexes their tensors.
  *
- * A header is parsed, boiled down to entries (names and shapes of one file in one block) and dropped before the next, so that half a million
- * tensors cost about 150 bytes each and the largest header once.
+ * A header is parsed, boiled down to entries (shapes of one file in one block) and dropped, so that half a million tensors cost about
+ * 160 bytes each, and one header a thread.
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
@@ -21,6 +21,7 @@
 #include "file.h"
 #include "json.h"
 #include "mem.h"
+#include "parallel.h"
 #include "safetensors.h"
 #include "text.h"
 
@@ -131,31 +132,6 @@ static struct checkpoint_file *find_file(const struct checkpoint *c, const char 
 	return c->nfiles ? bsearch(&key, c->file, c->nfiles, sizeof key, by_name) : NULL;
 }
 
-/* Few files hold many tensors, and neighbours in the index mostly share one: look at the last first, then at all. */
-static int files_of_index(struct checkpoint *c, const char *path, const json_t *map, struct err *e)
-{
-	size_t cap = 0, i = 0;
-	const char *name;
-	json_t *value;
-
-	json_object_foreach((json_t *)map, name, value) {
-		const char *file = json_string_value(value);
-
-		if (!file)
-			return err_refuse(e, "'%s': weight_map gives '%s' no file name", path, name);
-		if (!*file || strchr(file, '/') || *file == '.')
-			return err_refuse(e, "'%s': weight_map gives '%s' the file '%s', which is not a name in this directory", path,
-					  name, file);
-		if (i < c->nfiles && !strcmp(c->file[i].name, file))
-			continue;
-		for (i = 0; i < c->nfiles && strcmp(c->file[i].name, file);)
-			i++;
-		if (i == c->nfiles && add_file(c, &cap, file, e))
-			return -1;
-	}
-	return c->nfiles ? 0 : err_refuse(e, "'%s': weight_map is empty", path);
-}
-
 /* Every *.safetensors of the directory; *torch tells whether PyTorch weights lie there. */
 static int files_of_dir(struct checkpoint *c, bool *torch, struct err *e)
 {
@@ -181,18 +157,17 @@ static int files_of_dir(struct checkpoint *c, bool *torch, struct err *e)
 	return rc;
 }
 
-static int find_files(struct checkpoint *c, const json_t *map, const char *index, bool estimate, struct err *e)
+/* Without an index. */
+static int find_files(struct checkpoint *c, bool estimate, struct err *e)
 {
 	char *single = file_join(c->dir, SINGLE, e);
 	bool torch = false, alone = single && file_exists(single);
 	size_t cap = 0;
-	int rc;
 
 	if (!single)
 		return -1;
 	free(single);
-	rc = map ? files_of_index(c, index, map, e) : alone ? add_file(c, &cap, SINGLE, e) : files_of_dir(c, &torch, e);
-	if (rc)
+	if (alone ? add_file(c, &cap, SINGLE, e) : files_of_dir(c, &torch, e))
 		return -1;
 	if (c->nfiles) {
 		qsort(c->file, c->nfiles, sizeof *c->file, by_name);
@@ -207,72 +182,281 @@ static int find_files(struct checkpoint *c, const json_t *map, const char *index
 	return 0;
 }
 
-/* ---- their tensors --------------------------------------------------------------------------------------------------- */
+/* ---- the index ------------------------------------------------------------------------------------------------------- */
 
-/* A block for n entries with `dims` dimensions and `bytes` of names in all; the cursor cuts pieces from it. */
-struct cut {
-	int64_t *shape;
-	char *name;
+/*
+ * weight_map as pairs of strings. Half a million of them take jansson longer than everything else together, and they are nearly
+ * always plain: ASCII without escapes, one object of strings. That form is read here; any other goes through jansson, which also
+ * checks what stands around the map.
+ */
+struct map {
+	struct text text;		/* strings point into it, ended by NUL */
+	json_t *json;			/* or into this */
+	size_t n, cap;
+	struct pair {
+		const char *name, *file;
+	} *pair;
 };
 
-static int block_new(struct checkpoint *c, size_t i, size_t dims, size_t bytes, struct cut *cut, struct err *e)
+static void map_release(struct map *m)
 {
-	c->block[i] = mem_calloc(1, dims * sizeof(int64_t) + bytes, e);
-	if (!c->block[i])
-		return -1;
-	cut->shape = c->block[i];
-	cut->name = (char *)(cut->shape + dims);
-	return 0;
+	text_release(&m->text);
+	json_decref(m->json);
+	free(m->pair);
+	*m = (struct map){ 0 };
 }
 
-static const char *cut_name(struct cut *cut, const char *name)
+static char *skip_space(char *p)
 {
-	size_t n = strlen(name) + 1;
-	char *p = memcpy(cut->name, name, n);
-
-	cut->name += n;
+	while (*p == ' ' || *p == '\n' || *p == '\t' || *p == '\r')
+		p++;
 	return p;
 }
 
-static void put_entry(struct checkpoint *c, size_t file, const struct st_tensor *t, struct cut *cut)
+/* A plain string at p: its bytes' end, where the closing quote stands; NULL if it is none. */
+static char *plain_string(char *p)
 {
-	struct entry *to = &c->entry[c->nentries++];
-
-	*to = (struct entry){ .name = cut_name(cut, t->name), .dtype = t->dtype, .ndim = t->ndim, .shape = cut->shape,
-			      .file = (int)file, .begin = t->begin, .end = t->end };
-	memcpy(cut->shape, t->shape, (size_t)t->ndim * sizeof *cut->shape);
-	cut->shape += t->ndim;
-	to->rows = entry_rows(to);
+	if (*p != '"')
+		return NULL;
+	for (p++; *p != '"'; p++)
+		if (*p == '\\' || *p < 0x20 || *p > 0x7e)	/* also what is no ASCII, where char is signed or not, and the end */
+			return NULL;
+	return p;
 }
 
-/* A tensor counts where no index rules, or where the index sends its name to this file. */
-static bool counts(const json_t *map, const char *name, const char *file)
+/* p stands behind a '{'. Returns what stands behind the '}', NULL if the map is not plain (the text is changed all the same). */
+static char *plain_pairs(struct map *m, char *p, struct err *e)
 {
-	return !map || !strcmp(json_string_value(json_object_get(map, name)) ?: "", file);
+	char *name, *file, *end;
+
+	for (p = skip_space(p); *p != '}'; p = skip_space(p)) {
+		name = p;
+		if (!(end = plain_string(name)))
+			return NULL;
+		*end = '\0';
+		p = skip_space(end + 1);
+		if (*p != ':' || !(end = plain_string(file = skip_space(p + 1))))
+			return NULL;
+		*end = '\0';
+		p = skip_space(end + 1);
+		if (mem_grow(&m->pair, &m->cap, m->n + 1, sizeof *m->pair, e))
+			return NULL;
+		m->pair[m->n++] = (struct pair){ name + 1, file + 1 };
+		if (*p == ',' && *skip_space(p + 1) == '"')
+			p++;
+		else if (*p != '}')
+			return NULL;
+	}
+	return p + 1;
 }
 
-static int take_tensors(struct checkpoint *c, size_t i, size_t *cap, const struct safetensors *s, const json_t *map, struct err *e)
+/* Whether the text without the map's pairs is JSON with an empty weight_map at its top. */
+static bool frame_is_good(const char *head, size_t n, const char *tail, const char *path)
 {
-	const char *file = c->file[i].name;
-	size_t k, n = 0, dims = 0, bytes = 0;
-	struct cut cut;
+	struct text t = TEXT_INIT;
+	struct err none = ERR_INIT;
+	json_t *o = NULL;
+	bool good;
 
-	for (k = 0; k < s->n; k++)
-		if (counts(map, s->tensor[k].name, file)) {
-			n++;
-			dims += (size_t)s->tensor[k].ndim;
-			bytes += strlen(s->tensor[k].name) + 1;
-		}
-	if (mem_grow(&c->entry, cap, c->nentries + n, sizeof *c->entry, e) || block_new(c, i, dims, bytes, &cut, e))
+	text_addn(&t, head, n);
+	text_add(&t, "}");
+	text_add(&t, tail);
+	if (!text_ok(&t, &none))
+		o = json_parse(t.s, t.len, path, &none);
+	good = json_is_object(json_object_get(o, "weight_map")) && !json_object_size(json_object_get(o, "weight_map"));
+	json_decref(o);
+	text_release(&t);
+	return good;
+}
+
+static bool read_plain(struct map *m, const char *path, struct err *e)
+{
+	static const char key[] = "\"weight_map\"";
+	char *at = strstr(m->text.s, key), *map, *tail;
+
+	if (!at || strlen(m->text.s) != m->text.len)
+		return false;
+	map = skip_space(at + sizeof key - 1);
+	if (*map != ':' || *(map = skip_space(map + 1)) != '{')
+		return false;
+	map++;
+	tail = plain_pairs(m, map, e);
+	return tail && frame_is_good(m->text.s, (size_t)(map - m->text.s), tail, path);
+}
+
+static int read_json(struct map *m, const char *path, struct err *e)
+{
+	const char *name;
+	json_t *value, *map;
+
+	m->n = 0;
+	m->json = json_read(path, INDEX_MAX, e);
+	if (!m->json)
 		return -1;
-	for (k = 0; k < s->n; k++)
-		if (counts(map, s->tensor[k].name, file))
-			put_entry(c, i, &s->tensor[k], &cut);
+	map = json_object_get(m->json, "weight_map");
+	if (!json_is_object(map))
+		return err_refuse(e, "'%s' has no object 'weight_map'", path);
+	json_object_foreach(map, name, value) {
+		if (!json_is_string(value))
+			return err_refuse(e, "'%s': weight_map gives '%s' no file name", path, name);
+		if (mem_grow(&m->pair, &m->cap, m->n + 1, sizeof *m->pair, e))
+			return -1;
+		m->pair[m->n++] = (struct pair){ name, json_string_value(value) };
+	}
 	return 0;
 }
 
-static int read_file(struct checkpoint *c, size_t i, size_t *cap, const json_t *map, bool estimate, struct err *e)
+/* Few files hold many tensors, and neighbours in the index mostly share one: look at the last first, then at all. */
+static int files_of_map(struct checkpoint *c, const struct map *m, const char *path, struct err *e)
 {
+	size_t cap = 0, i = 0, k;
+
+	for (k = 0; k < m->n; k++) {
+		const char *file = m->pair[k].file;
+
+		if (i < c->nfiles && !strcmp(c->file[i].name, file))
+			continue;
+		if (!*file || strchr(file, '/') || *file == '.')
+			return err_refuse(e, "'%s': weight_map gives '%s' the file '%s', which is not a name in this directory", path,
+					  m->pair[k].name, file);
+		for (i = 0; i < c->nfiles && strcmp(c->file[i].name, file);)
+			i++;
+		if (i == c->nfiles && add_file(c, &cap, file, e))
+			return -1;
+	}
+	if (!c->nfiles)
+		return err_refuse(e, "'%s': weight_map is empty", path);
+	qsort(c->file, c->nfiles, sizeof *c->file, by_name);
+	return 0;
+}
+
+/* The names of the map as entries without a place; the files will fill them. */
+static int entries_of_map(struct checkpoint *c, const struct map *m, const char *path, struct err *e)
+{
+	const struct entry *twice;
+	size_t k, i = 0, bytes = 0;
+	char *name;
+
+	for (k = 0; k < m->n; k++)
+		bytes += strlen(m->pair[k].name) + 1;
+	c->entry = mem_calloc(m->n, sizeof *c->entry, e);
+	c->names = name = mem_calloc(bytes, 1, e);
+	if (!c->entry || !name)
+		return -1;
+	for (k = 0; k < m->n; k++) {
+		if (strcmp(c->file[i].name, m->pair[k].file))
+			i = (size_t)(find_file(c, m->pair[k].file) - c->file);
+		c->entry[k] = (struct entry){ .name = name, .ndim = -1, .file = (int)i };
+		name = stpcpy(name, m->pair[k].name) + 1;
+	}
+	c->nentries = m->n;
+	if (entry_index_build(&c->index, c->entry, c->nentries, &twice, e))
+		return twice ? err_refuse(e, "'%s': weight_map has tensor '%s' twice", path, twice->name) : -1;
+	return 0;
+}
+
+/* 0 read, 1 there is none. */
+static int read_index(struct checkpoint *c, struct err *e)
+{
+	char *path = file_join(c->dir, INDEX, e);
+	struct map m = { 0 };
+	int rc = -1;
+
+	if (!path)
+		return -1;
+	if (!file_exists(path) && errno == ENOENT) {
+		rc = 1;
+		goto out;
+	}
+	if (file_read_all(path, INDEX_MAX, &m.text, e) || (!read_plain(&m, path, e) && (e->code || read_json(&m, path, e))))
+		goto out;
+	if (files_of_map(c, &m, path, e) || entries_of_map(c, &m, path, e))
+		goto out;
+	rc = 0;
+out:
+	map_release(&m);
+	free(path);
+	return rc;
+}
+
+/* ---- their tensors --------------------------------------------------------------------------------------------------- */
+
+/* Files are read by several threads. Each has its own block; with an index it fills its own entries, without one it makes a list. */
+struct reader {
+	struct checkpoint *c;
+	bool indexed, estimate;
+	struct file_list {
+		struct entry *entry;
+		size_t n;
+	} *list;			/* [nfiles] */
+};
+
+static const struct entry *find(const struct catalogue *cat, const char *name)
+{
+	const struct checkpoint *c = (const struct checkpoint *)cat;
+
+	return entry_index_find(&c->index, c->entry, name);
+}
+
+static void fill(struct entry *to, size_t file, const struct st_tensor *t, int64_t **shape)
+{
+	*to = (struct entry){ .name = to->name, .dtype = t->dtype, .ndim = t->ndim, .shape = *shape, .file = (int)file,
+			      .begin = t->begin, .end = t->end };
+	memcpy(*shape, t->shape, (size_t)t->ndim * sizeof **shape);
+	*shape += t->ndim;
+	to->rows = entry_rows(to);
+}
+
+/* The index decides: names that it does not send to this file are passed over. */
+static int fill_entries(struct checkpoint *c, size_t i, const struct safetensors *s, struct err *e)
+{
+	size_t k, dims = 0;
+	int64_t *shape;
+
+	for (k = 0; k < s->n; k++)
+		dims += (size_t)s->tensor[k].ndim;
+	c->block[i] = shape = mem_calloc(dims, sizeof *shape, e);
+	if (!shape)
+		return -1;
+	for (k = 0; k < s->n; k++) {
+		struct entry *t = (struct entry *)find(&c->catalogue, s->tensor[k].name);
+
+		if (t && t->file == (int)i)
+			fill(t, i, &s->tensor[k], &shape);
+	}
+	return 0;
+}
+
+static int list_entries(struct reader *r, size_t i, const struct safetensors *s, struct err *e)
+{
+	struct file_list *list = &r->list[i];
+	size_t k, dims = 0, bytes = 0;
+	int64_t *shape;
+	char *name;
+
+	for (k = 0; k < s->n; k++) {
+		dims += (size_t)s->tensor[k].ndim;
+		bytes += strlen(s->tensor[k].name) + 1;
+	}
+	list->entry = mem_calloc(s->n, sizeof *list->entry, e);
+	r->c->block[i] = shape = mem_calloc(1, dims * sizeof *shape + bytes, e);
+	if (!list->entry || !shape)
+		return -1;
+	name = (char *)(shape + dims);
+	for (k = 0; k < s->n; k++) {
+		list->entry[k].name = name;
+		name = stpcpy(name, s->tensor[k].name) + 1;
+		fill(&list->entry[k], i, &s->tensor[k], &shape);
+	}
+	list->n = s->n;
+	return 0;
+}
+
+static int read_file(void *ctx, int64_t n, struct err *e)
+{
+	struct reader *r = ctx;
+	struct checkpoint *c = r->c;
+	size_t i = (size_t)n;
 	struct checkpoint_file *f = &c->file[i];
 	struct safetensors s = SAFETENSORS_INIT;
 	char *path = file_join(c->dir, f->name, e);
@@ -280,110 +464,82 @@ static int read_file(struct checkpoint *c, size_t i, size_t *cap, const json_t *
 
 	if (!path)
 		return -1;
-	if (!file_exists(path) && (errno == ENOENT || errno == ENOTDIR)) {
-		f->missing = c->partial = true;
-		rc = estimate ? 0 : err_refuse(e, "'%s/" INDEX "' names '%s', which is missing: download it", c->dir, f->name);
+	if (!file_exists(path) && errno == ENOENT) {
+		f->missing = true;
+		rc = r->estimate ? 0 : err_refuse(e, "'%s/" INDEX "' names '%s', which is missing: download it", c->dir, f->name);
 		goto out;
 	}
 	if (file_size(path, &f->size, &f->mtime_ns, e) || safetensors_open(&s, path, e))
 		goto out;
 	f->data = s.data;
-	if (f->size != s.size) {
+	if (f->size != s.size)
 		err_fail(e, "'%s' changed while it was read", path);
-		goto out;
-	}
-	rc = take_tensors(c, i, cap, &s, map, e);
+	else
+		rc = r->indexed ? fill_entries(c, i, &s, e) : list_entries(r, i, &s, e);
 out:
 	safetensors_release(&s);
 	free(path);
 	return rc;
 }
 
-/* Entries for the names that the index sends to missing files. */
-static int take_missing(struct checkpoint *c, size_t *cap, const json_t *map, struct err *e)
-{
-	size_t bytes = 0, n = 0;
-	const char *name;
-	struct cut cut;
-	json_t *value;
-
-	json_object_foreach((json_t *)map, name, value)
-		if (find_file(c, json_string_value(value))->missing) {
-			bytes += strlen(name) + 1;
-			n++;
-		}
-	if (mem_grow(&c->entry, cap, c->nentries + n, sizeof *c->entry, e) || block_new(c, c->nfiles, 0, bytes, &cut, e))
-		return -1;
-	json_object_foreach((json_t *)map, name, value) {
-		struct checkpoint_file *f = find_file(c, json_string_value(value));
-
-		if (f->missing)
-			c->entry[c->nentries++] = (struct entry){ .name = cut_name(&cut, name), .ndim = -1,
-								  .file = (int)(f - c->file) };
-	}
-	return 0;
-}
-
-static int index_entries(struct checkpoint *c, struct err *e)
+/* The lists one behind the other. */
+static int join_lists(struct reader *r, struct err *e)
 {
 	const struct entry *first, *twice;
+	struct checkpoint *c = r->c;
+	size_t i, n = 0;
 
+	for (i = 0; i < c->nfiles; i++)
+		n += r->list[i].n;
+	c->entry = mem_calloc(n, sizeof *c->entry, e);
+	if (!c->entry)
+		return -1;
+	for (i = 0; i < c->nfiles; i++) {
+		memcpy(c->entry + c->nentries, r->list[i].entry, r->list[i].n * sizeof *c->entry);
+		c->nentries += r->list[i].n;
+	}
 	if (!entry_index_build(&c->index, c->entry, c->nentries, &twice, e))
 		return 0;
 	if (!twice)
 		return -1;
-	first = entry_index_find(&c->index, c->entry, twice->name);
+	first = find(&c->catalogue, twice->name);
 	return err_refuse(e, "tensor '%s' is both in '%s' and in '%s' of '%s', and there is no '" INDEX "' to decide: "
 			  "remove the file that does not belong to the checkpoint", twice->name, c->file[first->file].name,
 			  c->file[twice->file].name, c->dir);
 }
 
-/* The index and the files must agree: a name it lists has to be where it says. */
-static int check_index(const struct checkpoint *c, const json_t *map, struct err *e)
+/* A name of the index has to be where it says. */
+static int check_index(struct checkpoint *c, struct err *e)
 {
-	const char *name;
-	json_t *value;
+	size_t i;
 
-	if (c->nentries == json_object_size(map))
-		return 0;
-	json_object_foreach((json_t *)map, name, value)
-		if (!entry_index_find(&c->index, c->entry, name))
+	for (i = 0; i < c->nentries; i++) {
+		const struct entry *t = &c->entry[i];
+
+		if (t->ndim < 0 && !c->file[t->file].missing)
 			return err_refuse(e, "'%s/" INDEX "' places tensor '%s' in '%s', which does not hold it: "
-					  "download the checkpoint again", c->dir, name, json_string_value(value));
-	return err_refuse(e, "'%s/" INDEX "' does not agree with its files", c->dir);
-}
-
-static int read_files(struct checkpoint *c, const json_t *map, bool estimate, struct err *e)
-{
-	size_t i, cap = 0;
-
-	c->block = mem_calloc(c->nfiles + 1, sizeof *c->block, e);
-	if (!c->block)
-		return -1;
-	for (i = 0; i < c->nfiles; i++)
-		if (read_file(c, i, &cap, map, estimate, e))
-			return -1;
-	if (c->partial && map && take_missing(c, &cap, map, e))
-		return -1;
-	if (index_entries(c, e))
-		return -1;
-	return map ? check_index(c, map, e) : 0;
-}
-
-/* The index as an object with a weight_map; NULL without error where there is none. */
-static json_t *read_index(const char *path, struct err *e)
-{
-	json_t *index;
-
-	if (!file_exists(path) && errno == ENOENT)
-		return NULL;
-	index = json_read(path, INDEX_MAX, e);
-	if (index && !json_is_object(json_object_get(index, "weight_map"))) {
-		err_refuse(e, "'%s' has no object 'weight_map'", path);
-		json_decref(index);
-		return NULL;
+					  "download the checkpoint again", c->dir, t->name, c->file[t->file].name);
+		c->partial |= t->ndim < 0;
 	}
-	return index;
+	return 0;
+}
+
+static int read_files(struct checkpoint *c, bool indexed, bool estimate, struct err *e)
+{
+	struct reader r = { c, indexed, estimate, NULL };
+	int rc = -1;
+	size_t i;
+
+	c->block = mem_calloc(c->nfiles, sizeof *c->block, e);
+	r.list = mem_calloc(c->nfiles, sizeof *r.list, e);
+	if (c->block && r.list)
+		rc = parallel_each((int64_t)c->nfiles, parallel_threads(), read_file, &r, e);
+	if (!rc)
+		rc = indexed ? check_index(c, e) : join_lists(&r, e);
+	for (i = 0; r.list && i < c->nfiles; i++)
+		free(r.list[i].entry);
+	free(r.list);
+	return rc;
 }
 
 static int read_config(struct checkpoint *c, struct err *e)
@@ -400,35 +556,19 @@ static int read_config(struct checkpoint *c, struct err *e)
 	return rc;
 }
 
-static const struct entry *find(const struct catalogue *cat, const char *name)
-{
-	const struct checkpoint *c = (const struct checkpoint *)cat;
-
-	return entry_index_find(&c->index, c->entry, name);
-}
-
 int checkpoint_open(struct checkpoint *c, const char *dir, bool estimate, struct err *e)
 {
-	json_t *index = NULL, *map = NULL;
-	char *path = NULL;
-	int rc = -1;
+	int index, rc = -1;
 
 	*c = (struct checkpoint){ .catalogue.find = find };
 	c->dir = mem_strdup(dir, e);
 	c->catalogue.path = c->dir;
-	path = c->dir ? file_join(dir, INDEX, e) : NULL;
-	if (!path || read_config(c, e))
+	if (!c->dir || read_config(c, e))
 		goto out;
-	index = read_index(path, e);
-	if (e->code)
-		goto out;
-	map = json_object_get(index, "weight_map");
-	if (find_files(c, map, path, estimate, e) || read_files(c, map, estimate, e))
-		goto out;
-	rc = 0;
+	index = read_index(c, e);
+	if (index >= 0 && (!index || !find_files(c, estimate, e)))
+		rc = read_files(c, !index, estimate, e);
 out:
-	json_decref(index);
-	free(path);
 	if (rc)
 		checkpoint_release(c);
 	return rc;
@@ -438,11 +578,12 @@ void checkpoint_release(struct checkpoint *c)
 {
 	size_t i;
 
-	for (i = 0; c->block && i <= c->nfiles; i++)
+	for (i = 0; c->block && i < c->nfiles; i++)
 		free(c->block[i]);
 	for (i = 0; i < c->nfiles; i++)
 		free(c->file[i].name);
 	free(c->block);
+	free(c->names);
 	free(c->file);
 	free(c->entry);
 	free(c->dir);

@@ -2,7 +2,7 @@
 /*
  * checkpoint: a model directory: config.json, its safetensors files and the name -> place index over all of them.
  *
- * Only headers are read, one file at a time; no descriptor stays open. Which files count:
+ * Only headers are read, no descriptor stays open. Which files count:
  *	model.safetensors.index.json	the files its weight_map names; it decides which file holds a name, other names are ignored
  *	else model.safetensors		that file alone
  *	else *.safetensors		all of them; a name that occurs twice is refused
@@ -41,7 +41,8 @@ struct checkpoint {
 	size_t nentries;
 	struct entry *entry;
 	struct entry_index index;
-	void **block;			/* [nfiles + 1] names and shapes */
+	void **block;			/* [nfiles] shapes, and names without an index */
+	char *names;			/* of an index */
 };
 
 /*
