@@ -36,8 +36,8 @@
 #define SLOTS 256
 
 static _Atomic(char *) live[SLOTS];
-static atomic_uint aborts;	/* calls of file_abort_all so far: a file made across one must not stay */
-static atomic_int aborting;	/* running now */
+static atomic_bool aborted;	/* the process is about to end: no new files */
+static atomic_int aborting;	/* file_abort_all is running now */
 static pthread_mutex_t live_lock = PTHREAD_MUTEX_INITIALIZER;	/* between owners; file_abort_all takes no lock */
 
 int file_open(const char *path, struct err *e)
@@ -346,19 +346,20 @@ static int create(const char *tmp)
 
 static int new_create(struct file_new *f, struct err *e)
 {
-	unsigned before = atomic_load(&aborts);
-
 	if (is_live(f->tmp, false))
 		return err_fail(e, "cannot create '%s': this process is writing it already", f->tmp);
 	f->slot = slot_take(f->tmp, e);
 	if (f->slot < 0)
 		return -1;
-	f->fd = create(f->tmp);
-	if (f->fd < 0)
-		return err_errno(e, "cannot create '%s'", f->tmp);
-	if (atomic_load(&aborts) == before)
+	if (!atomic_load(&aborted)) {
+		f->fd = create(f->tmp);
+		if (f->fd < 0)
+			return err_errno(e, "cannot create '%s'", f->tmp);
+	}
+	if (!atomic_load(&aborted))
 		return 0;
-	unlink(f->tmp);
+	if (f->fd >= 0)
+		unlink(f->tmp);		/* file_abort_all may have looked before the file was there */
 	return err_fail(e, "cannot create '%s': interrupted", f->tmp);
 }
 
@@ -448,7 +449,7 @@ void file_abort_all(void)
 {
 	int saved = errno, i;
 
-	atomic_fetch_add(&aborts, 1);
+	atomic_store(&aborted, true);
 	atomic_fetch_add(&aborting, 1);
 	for (i = 0; i < SLOTS; i++) {
 		const char *p = atomic_load(&live[i]);

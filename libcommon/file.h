@@ -36,8 +36,8 @@ char *file_join(const char *dir, const char *name, struct err *e);	/* `name` alo
 
 /*
  * A file that appears whole: written as DIR/.NAME.tmp.HOST.RANK.PID (O_EXCL), then fsync, rename, fsync of DIR.
- * file_new_abort on a zeroed or published struct does nothing. Living temporaries are removed by file_abort_all, which is
- * async-signal-safe and which signal handlers of the tools call.
+ * file_new_abort on a zeroed or published struct does nothing. file_abort_all is async-signal-safe and for a process about to
+ * end: it removes the living temporaries of all threads, and new ones are refused from then on.
  */
 struct file_new {
 	int fd;			/* -1 when closed */

@@ -85,8 +85,10 @@ static void widen_integers(struct text *out, const char *s, size_t n)
 	}
 }
 
+/* jansson has no code for lack of memory in the middle of a value; malloc leaves ENOMEM, and after it nothing else. */
 static json_t *parse(const char *s, size_t n, json_error_t *why)
 {
+	errno = 0;
 	return json_loadb(s, n, JSON_REJECT_DUPLICATES | JSON_DECODE_ANY, why);
 }
 
@@ -98,13 +100,15 @@ json_t *json_parse(const char *s, size_t n, const char *what, struct err *e)
 
 	if (!v && json_error_code(&why) == json_error_numeric_overflow) {
 		widen_integers(&wide, s, n);
-		if (!wide.failed)
+		if (wide.failed)
+			errno = ENOMEM;
+		else
 			v = parse(wide.s, wide.len, &why);
 		text_release(&wide);
 	}
 	if (v)
 		return v;
-	if (json_error_code(&why) == json_error_out_of_memory)
+	if (errno == ENOMEM)
 		err_fail(e, "out of memory: cannot hold '%s'", what);
 	else if (why.line > 0)
 		err_refuse(e, "'%s' is not valid JSON: line %d, column %d: %s", what, why.line, why.column, why.text);

@@ -10,6 +10,7 @@
 #include <config.h>
 #endif
 
+#include <errno.h>
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -267,9 +268,16 @@ static json_t *make_float(const char *s, struct err *e)
 
 static json_t *make_string(const char *s, size_t n, struct err *e)
 {
-	json_t *v = json_stringn(s, n);
+	json_t *v;
 
-	return v ? v : no_memory(e);
+	errno = 0;
+	v = json_stringn(s, n);
+	if (v)
+		return v;
+	if (errno == ENOMEM)
+		return no_memory(e);
+	err_refuse(e, "the text is not valid UTF-8");
+	return NULL;
 }
 
 json_t *yaml_scalar(const char *s, struct err *e)
