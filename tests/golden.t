@@ -27,10 +27,15 @@ unsupported() {
 
 # judge NAME SCRIPT ARGUMENT...: a Python oracle's verdict as one test
 judge() {
-	name=$1 script=$2
+	what=$1 script=$2
 	shift 2
-	need_python "$name" numpy,safetensors || return
-	check "$name" "$PYTHON" "$top_srcdir/tests/$script" "$@"
+	need_python "$what" numpy,safetensors || return
+	check "$what" "$PYTHON" "$top_srcdir/tests/$script" "$@"
+}
+
+# The judge must be able to say no.
+blind() {
+	! "$PYTHON" "$top_srcdir/tests/compare.py" "$1" "$2"
 }
 
 one_case() {
@@ -54,6 +59,9 @@ one_case() {
 		check "$name: force_hf runs and verifies" run "$dir" "$tmp/hf" --compute-dtype fp32 --set recipe_args.target_force_hf=true
 		check "$name: force_hf manifest.json" cmp "$dir/expected-force-hf/manifest.json" "$tmp/hf/manifest.json"
 		judge "$name: force_hf states" compare.py --expected expected-force-hf "$tmp/hf" "$dir"
+	fi
+	if [ "$name" = qwen3-tied ] && need_python "$name: bf16 is not fp32" numpy,safetensors; then
+		check "$name: bf16 is not fp32" blind "$tmp/bf16" "$dir"
 	fi
 	rm -rf "$tmp/fp32" "$tmp/bf16" "$tmp/hf"
 }
