@@ -11,12 +11,12 @@ words() {
 
 # The options a program's own table has.
 table_c() {
-	sed -n 's/.*{ *"\([a-z-]*\)", *\(no_argument\|required_argument\|optional_argument\).*/--\1/p' "$1"
+	grep -oE '\{ *"[a-z-]+", *(no|required|optional)_argument' "$1" | sed 's/^{ *"\([a-z-]*\)".*/--\1/'
 	printf '%s\n' --help --version --quiet --verbose
 }
 
 table_py() {
-	sed -n '/^LONG = /,/\]/p' "$1" | grep -oE '"[a-z-]+=?"' | tr -d '"=' | sed 's/^/--/'
+	sed -n 's/^LONG = "\(.*\)"\.split()$/\1/p' "$1" | tr ' ' '\n' | sed 's/=$//; s/^/--/'
 }
 
 table_sh() {
