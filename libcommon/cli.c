@@ -64,15 +64,17 @@ static bool in_usage(const char *usage, int c)
 }
 
 /*
- * getopt answers '?' to every mistake; optopt is 0 for an unknown long option, else the letter, or the value of the long
- * option. A letter that the usage text has is known, so what is wrong with it is its missing value.
+ * getopt answers '?' to every mistake; optopt is 0 for an unknown long option, else the letter, or
+ * the value of the long option. A letter that the usage text has is known, so what is wrong with it
+ * is its missing value.
  */
 static int bad_option(const struct cli *c, int ch, char **argv, struct err *e)
 {
 	const char *arg = argv[optind - 1], *now = argv[optind];
 	bool known = optopt && in_usage(c->usage, optopt);
 	/* an unknown letter inside a cluster, "-xq": getopt has not left it yet */
-	bool inside = optopt && !known && now && now[0] == '-' && now[1] != '-' && strchr(now + 1, optopt);
+	bool inside = optopt && !known && now && now[0] == '-' && now[1] != '-' &&
+		      strchr(now + 1, optopt);
 	bool is_long = !inside && !strncmp(arg, "--", 2) && arg[2];
 	int name = (int)strcspn(arg, "=");
 
@@ -131,18 +133,25 @@ int cli_end(const struct cli *c, struct err *e)
 	return e->code;
 }
 
-int cli_int(const char *option, const char *value, int64_t min, int64_t max, int64_t *out, struct err *e)
+int cli_int(const char *option, const char *value, int64_t min, int64_t max, int64_t *out,
+	    struct err *e)
 {
 	intmax_t n;
 	char *end;
 
 	errno = 0;
 	n = strtoimax(value, &end, 10);
-	if (end == value || *end || errno || value[strspn(value, "+-0123456789")] || n < min || n > max) {
+	if (end == value || *end || errno || value[strspn(value, "+-0123456789")] || n < min ||
+	    n > max) {
 		if (max == INT64_MAX)
-			return err_usage(e, "option '%s': '%s' is not a whole number from %" PRId64 " on", option, value, min);
-		return err_usage(e, "option '%s': '%s' is not a whole number from %" PRId64 " to %" PRId64, option, value, min,
-				 max);
+			return err_usage(e,
+					 "option '%s': '%s' is not a whole number from %" PRId64
+					 " on",
+					 option, value, min);
+		return err_usage(e,
+				 "option '%s': '%s' is not a whole number from %" PRId64
+				 " to %" PRId64,
+				 option, value, min, max);
 	}
 	*out = n;
 	return 0;
@@ -169,10 +178,12 @@ int cli_size(const char *option, const char *value, uint64_t *out, struct err *e
 	*out = n << shift;
 	return 0;
 bad:
-	return err_usage(e, "option '%s': '%s' is not a size: bytes, or K M G T (powers of 1024)", option, value);
+	return err_usage(e, "option '%s': '%s' is not a size: bytes, or K M G T (powers of 1024)",
+			 option, value);
 }
 
-int cli_choice(const char *option, const char *value, const char *const *choices, int *out, struct err *e)
+int cli_choice(const char *option, const char *value, const char *const *choices, int *out,
+	       struct err *e)
 {
 	char list[ERR_TEXT / 2] = "";
 	size_t n = 0;
@@ -184,7 +195,8 @@ int cli_choice(const char *option, const char *value, const char *const *choices
 			return 0;
 		}
 		if (n < sizeof list)
-			n += (size_t)snprintf(list + n, sizeof list - n, "%s%s", i ? ", " : "", choices[i]);
+			n += (size_t)snprintf(list + n, sizeof list - n, "%s%s", i ? ", " : "",
+					      choices[i]);
 	}
 	return err_usage(e, "option '%s': '%s' is not one of %s", option, value, list);
 }

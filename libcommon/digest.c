@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* digest: XXH3-128 from libxxhash; SHA-256 (FIPS 180-4) here, for one short text a run: clarity before speed. */
+/*
+ * digest: XXH3-128 from libxxhash; SHA-256 (FIPS 180-4) here, for one short text a run: clarity
+ * before speed.
+ */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
 #endif
@@ -103,7 +106,8 @@ static void sha_block(uint32_t h[8], const unsigned char *p)
 	int i;
 
 	for (i = 0; i < 16; i++)
-		w[i] = (uint32_t)p[4 * i] << 24 | (uint32_t)p[4 * i + 1] << 16 | (uint32_t)p[4 * i + 2] << 8 | p[4 * i + 3];
+		w[i] = (uint32_t)p[4 * i] << 24 | (uint32_t)p[4 * i + 1] << 16 |
+		       (uint32_t)p[4 * i + 2] << 8 | p[4 * i + 3];
 	for (; i < 64; i++) {
 		uint32_t s0 = rotr(w[i - 15], 7) ^ rotr(w[i - 15], 18) ^ w[i - 15] >> 3;
 		uint32_t s1 = rotr(w[i - 2], 17) ^ rotr(w[i - 2], 19) ^ w[i - 2] >> 10;

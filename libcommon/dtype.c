@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * dtype: names, sizes and conversions. Choices between results are masks, not branches: a compiler that keeps the order of
- * floating-point traps does not vectorise an addition under a condition.
+ * dtype: names, sizes and conversions. Choices between results are masks, not branches: a compiler
+ * that keeps the order of floating-point traps does not vectorise an addition under a condition.
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
@@ -121,8 +121,9 @@ static inline uint32_t choose(uint32_t condition, uint32_t yes, uint32_t no)
 }
 
 /*
- * A normal half needs its exponent rebiased; infinity and NaN the float's top exponent. A subnormal's mantissa is put behind
- * 2^-14, which is then subtracted: exact, and right even where the processor flushes subnormals.
+ * A normal half needs its exponent rebiased; infinity and NaN the float's top exponent. A
+ * subnormal's mantissa is put behind 2^-14, which is then subtracted: exact, and right even where
+ * the processor flushes subnormals.
  */
 static inline float f16_to_f32(uint16_t h)
 {
@@ -137,8 +138,8 @@ static inline float f16_to_f32(uint16_t h)
 }
 
 /*
- * From 2^-14 on, an integer addition of half a unit in the last place (less one where that place is even) rounds. Below,
- * adding 0.5 makes the float adder round at the half's last subnormal bit.
+ * From 2^-14 on, an integer addition of half a unit in the last place (less one where that place is
+ * even) rounds. Below, adding 0.5 makes the float adder round at the half's last subnormal bit.
  */
 static inline uint16_t f32_to_f16(float f)
 {
@@ -148,7 +149,8 @@ static inline uint16_t f32_to_f16(float f)
 	uint32_t normal = (a + 0xfff + (a >> 13 & 1) - ((127u - 15) << 23)) >> 13;
 	uint32_t special = choose(a > 0x7f800000u, 0x7e00 | (a >> 13 & 0x3ff), 0x7c00);
 
-	return (uint16_t)(sign | choose(a >= 0x47800000u, special, choose(is_small, small, normal)));
+	small = choose(is_small, small, normal);
+	return (uint16_t)(sign | choose(a >= 0x47800000u, special, small));
 }
 
 float dtype_f16_to_f32(uint16_t h)
@@ -162,8 +164,8 @@ uint16_t dtype_f32_to_f16(float f)
 }
 
 /*
- * F64 goes through F32 rounded to odd, not to nearest: the sticky last bit keeps the second rounding, to BF16 or F16, equal
- * to a single one. For F32 itself the cast is the answer.
+ * F64 goes through F32 rounded to odd, not to nearest: the sticky last bit keeps the second
+ * rounding, to BF16 or F16, equal to a single one. For F32 itself the cast is the answer.
  */
 static inline float f64_to_f32_odd(double d)
 {

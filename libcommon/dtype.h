@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* dtype: number formats of files and tensors, and exact conversion between the floating ones (round to nearest, ties to even). */
+/*
+ * dtype: number formats of files and tensors, and exact conversion between the floating ones (round
+ * to nearest, ties to even).
+ */
 #ifndef DSPARK_DTYPE_H
 #define DSPARK_DTYPE_H
 
@@ -21,12 +24,18 @@ enum dtype dtype_from_name(const char *name);		/* DT_NONE if unknown */
 size_t dtype_size(enum dtype d);			/* bytes per element */
 bool dtype_is_float(enum dtype d);			/* F32, BF16, F16, F64 */
 
-/* Recipe spellings fp32|float32, bf16|bfloat16, fp16|float16 (and the reference's others) -> dtype; DT_NONE if unknown. */
+/*
+ * Recipe spellings fp32|float32, bf16|bfloat16, fp16|float16 (and the reference's others) -> dtype;
+ * DT_NONE if unknown.
+ */
 enum dtype dtype_from_recipe(const char *name);
-const char *dtype_recipe_name(enum dtype d);		/* "fp32", "bf16", "fp16" as the manifest writes it */
+const char *dtype_recipe_name(enum dtype d);		/* "fp32", "bf16", "fp16", as in manifests */
 
-/* n elements from `src` to `dst`, either any of F32, BF16, F16 (src also F64). NaN stays NaN (quiet), overflow to infinity.
- * dst and src must not overlap unless equal with equal element sizes. */
+/*
+ * n elements from `src` to `dst`, either any of F32, BF16, F16 (src also F64). NaN stays NaN
+ * (quiet), overflow to infinity. dst and src must not overlap unless equal with equal element
+ * sizes.
+ */
 void dtype_convert(void *dst, enum dtype to, const void *src, enum dtype from, size_t n);
 
 static inline float dtype_bf16_to_f32(uint16_t h)

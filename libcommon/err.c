@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* err: the first sentence is kept, later ones are dropped; nothing here allocates, so memory exhaustion can be reported. */
+/*
+ * err: the first sentence is kept, later ones are dropped; nothing here allocates, so memory
+ * exhaustion can be reported.
+ */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
 #endif
@@ -49,7 +52,9 @@ int err_fail(struct err *e, const char *fmt, ...)
 	return -1;
 }
 
-/* The reason is what a reader must not miss: a sentence too long to hold it gives up its own tail. */
+/*
+ * The reason is what a reader must not miss: a sentence too long to hold it gives up its own tail.
+ */
 static void err_set_errno(struct err *e, int code, int number, const char *fmt, va_list ap)
 {
 	char number_buf[128];

@@ -2,8 +2,9 @@
 /*
  * err: how a failure travels from where it happens to the tool that prints it.
  *
- * Every function that can fail returns 0, or -1 with a sentence in `e`. The first error wins: a second err_* on the same
- * struct changes nothing, so cleanup code may fail without hiding the cause. Only tools print and exit.
+ * Every function that can fail returns 0, or -1 with a sentence in `e`. The first error wins: a
+ * second err_* on the same struct changes nothing, so cleanup code may fail without hiding the
+ * cause. Only tools print and exit.
  */
 #ifndef DSPARK_ERR_H
 #define DSPARK_ERR_H
@@ -34,8 +35,10 @@ int err_fail(struct err *e, const char *fmt, ...) __attribute__((format(printf, 
 /* EXIT_FAILED with ": strerror(errno)" appended; for system calls on what we write. */
 int err_errno(struct err *e, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 
-/* As err_errno for an input that cannot be opened or read: EXIT_REFUSED where the same command would fail again
- * (ENOENT, ENOTDIR, EISDIR, EACCES, EPERM, ELOOP, ENAMETOOLONG), else EXIT_FAILED. */
+/*
+ * As err_errno for an input that cannot be opened or read: EXIT_REFUSED where the same command
+ * would fail again (ENOENT, ENOTDIR, EISDIR, EACCES, EPERM, ELOOP, ENAMETOOLONG), else EXIT_FAILED.
+ */
 int err_input(struct err *e, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 
 /* Puts "CONTEXT: " in front of an error already set. Returns -1. */

@@ -2,9 +2,10 @@
 /*
  * file: reads, writes, atomic publication, locks and space.
  *
- * Living temporaries stand in a table of atomic pointers that file_abort_all only reads. An owner empties its slot first,
- * then waits until no file_abort_all that may have seen the pointer is running, and frees it then: the handler may
- * interrupt any thread at any point, and never meets a freed path or an unregistered file.
+ * Living temporaries stand in a table of atomic pointers that file_abort_all only reads. An owner
+ * empties its slot first, then waits until no file_abort_all that may have seen the pointer is
+ * running, and frees it then: the handler may interrupt any thread at any point, and never meets a
+ * freed path or an unregistered file.
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
@@ -33,12 +34,13 @@
 #include "text.h"
 
 #define IO_MAX ((size_t)1 << 30)
-#define SLOTS 256
+#define SLOTS  256
 
 static _Atomic(char *) live[SLOTS];
-static atomic_bool aborted;	/* the process is about to end: no new files */
-static atomic_int aborting;	/* file_abort_all is running now */
-static pthread_mutex_t live_lock = PTHREAD_MUTEX_INITIALIZER;	/* between owners; file_abort_all takes no lock */
+static atomic_bool aborted; /* the process is about to end: no new files */
+static atomic_int aborting; /* file_abort_all is running now */
+static pthread_mutex_t live_lock =
+	PTHREAD_MUTEX_INITIALIZER; /* between owners; file_abort_all takes no lock */
 
 int file_open(const char *path, struct err *e)
 {
@@ -118,7 +120,9 @@ int file_pread(int fd, const char *path, void *buf, size_t n, uint64_t off, stru
 	char *p = buf;
 
 	if (off > INT64_MAX || n > INT64_MAX - off)
-		return err_refuse(e, "'%s' cannot be read at byte %" PRIu64 ": no file is that long", path, off);
+		return err_refuse(e,
+				  "'%s' cannot be read at byte %" PRIu64 ": no file is that long",
+				  path, off);
 	while (n) {
 		ssize_t got = pread(fd, p, n < IO_MAX ? n : IO_MAX, (off_t)off);
 
@@ -127,7 +131,9 @@ int file_pread(int fd, const char *path, void *buf, size_t n, uint64_t off, stru
 		if (got < 0)
 			return err_input(e, "cannot read '%s' at byte %" PRIu64, path, off);
 		if (!got)
-			return err_refuse(e, "'%s' ends early: %zu more bytes wanted at byte %" PRIu64, path, n, off);
+			return err_refuse(e,
+					  "'%s' ends early: %zu more bytes wanted at byte %" PRIu64,
+					  path, n, off);
 		p += got;
 		n -= (size_t)got;
 		off += (uint64_t)got;
@@ -140,7 +146,8 @@ int file_pwrite(int fd, const char *path, const void *buf, size_t n, uint64_t of
 	const char *p = buf;
 
 	if (off > INT64_MAX || n > INT64_MAX - off)
-		return err_fail(e, "cannot write '%s' at byte %" PRIu64 ": no file is that long", path, off);
+		return err_fail(e, "cannot write '%s' at byte %" PRIu64 ": no file is that long",
+				path, off);
 	while (n) {
 		ssize_t put = pwrite(fd, p, n < IO_MAX ? n : IO_MAX, (off_t)off);
 
@@ -240,7 +247,10 @@ static char *parent_of(const char *path, struct err *e)
 	return len ? mem_printf(e, "%.*s", (int)len, path) : mem_strdup(".", e);
 }
 
-/* The host part of temporaries' names: what gethostname says, with nothing that could end the part or leave the directory. */
+/*
+ * The host part of temporaries' names: what gethostname says, with nothing that could end the part
+ * or leave the directory.
+ */
 static void host_name(char host[HOST_NAME_MAX + 1])
 {
 	char *p;
@@ -316,7 +326,8 @@ static char *tmp_name(const char *path, int rank, struct err *e)
 	char host[HOST_NAME_MAX + 1];
 
 	host_name(host);
-	return mem_printf(e, "%.*s.%s.tmp.%s.%d.%ld", (int)(name - path), path, name, host, rank, (long)getpid());
+	return mem_printf(e, "%.*s.%s.tmp.%s.%d.%ld", (int)(name - path), path, name, host, rank,
+			  (long)getpid());
 }
 
 static void new_release(struct file_new *f)
@@ -328,8 +339,10 @@ static void new_release(struct file_new *f)
 	*f = (struct file_new)FILE_NEW_INIT;
 }
 
-/* A file of this name that is not in our table was left by an earlier process with our host, rank and number (containers
- * count from 1). */
+/*
+ * A file of this name that is not in our table was left by an earlier process with our host, rank
+ * and number (containers count from 1).
+ */
 static int create(const char *tmp)
 {
 	int tries, fd = -1;
@@ -347,7 +360,8 @@ static int create(const char *tmp)
 static int new_create(struct file_new *f, struct err *e)
 {
 	if (is_live(f->tmp, false))
-		return err_fail(e, "cannot create '%s': this process is writing it already", f->tmp);
+		return err_fail(e, "cannot create '%s': this process is writing it already",
+				f->tmp);
 	f->slot = slot_take(f->tmp, e);
 	if (f->slot < 0)
 		return -1;
@@ -359,7 +373,7 @@ static int new_create(struct file_new *f, struct err *e)
 	if (!atomic_load(&aborted))
 		return 0;
 	if (f->fd >= 0)
-		unlink(f->tmp);		/* file_abort_all may have looked before the file was there */
+		unlink(f->tmp); /* file_abort_all may have looked before the file was there */
 	return err_fail(e, "cannot create '%s': interrupted", f->tmp);
 }
 
@@ -382,7 +396,10 @@ int file_new_open(struct file_new *f, const char *path, int rank, struct err *e)
 	return -1;
 }
 
-/* NFS repeats a request whose answer was lost: the second try finds the name gone because the first succeeded. */
+/*
+ * NFS repeats a request whose answer was lost: the second try finds the name gone because the first
+ * succeeded.
+ */
 static int rename_over(const struct file_new *f)
 {
 	struct stat ours, target;
@@ -512,7 +529,8 @@ int file_sweep(const char *dir, bool others, struct err *e)
 	while (!rc && (errno = 0, ent = readdir(d))) {
 		long pid;
 
-		if (!is_temporary(ent->d_name, host, &pid) || (pid > 0 ? !is_gone(ent->d_name, pid) : !others))
+		if (!is_temporary(ent->d_name, host, &pid) ||
+		    (pid > 0 ? !is_gone(ent->d_name, pid) : !others))
 			continue;
 		if (unlinkat(dirfd(d), ent->d_name, 0) && errno != ENOENT)
 			rc = err_errno(e, "cannot remove '%s/%s'", dir, ent->d_name);
@@ -550,8 +568,12 @@ int file_fsync_dir(const char *dir, struct err *e)
 
 int file_lock(int fd, const char *path, off_t byte, enum file_lock how, bool wait, struct err *e)
 {
-	static const short type[] = { [FILE_UNLOCK] = F_UNLCK, [FILE_SHARED] = F_RDLCK, [FILE_EXCLUSIVE] = F_WRLCK };
-	struct flock lock = { .l_type = type[how], .l_whence = SEEK_SET, .l_start = byte, .l_len = 1 };
+	static const short type[] = {
+		[FILE_UNLOCK] = F_UNLCK, [FILE_SHARED] = F_RDLCK, [FILE_EXCLUSIVE] = F_WRLCK
+	};
+	struct flock lock = {
+		.l_type = type[how], .l_whence = SEEK_SET, .l_start = byte, .l_len = 1
+	};
 	int rc;
 
 	do
@@ -564,13 +586,17 @@ int file_lock(int fd, const char *path, off_t byte, enum file_lock how, bool wai
 	return err_errno(e, "cannot lock '%s'", path);
 }
 
-/* One byte behind a megabyte of hole: does the file take less than half of it? Unknown counts as yes. */
+/*
+ * One byte behind a megabyte of hole: does the file take less than half of it? Unknown counts as
+ * yes.
+ */
 static bool keeps_holes(int fd)
 {
 	const off_t hole = 1 << 20;
 	struct stat st;
 
-	if (ftruncate(fd, hole) || pwrite(fd, "", 1, hole - 1) != 1 || fsync_retry(fd) || fstat(fd, &st))
+	if (ftruncate(fd, hole) || pwrite(fd, "", 1, hole - 1) != 1 || fsync_retry(fd) ||
+	    fstat(fd, &st))
 		return true;
 	return st.st_blocks * 512 < hole / 2;
 }

@@ -18,8 +18,10 @@ struct text;
 /* Opens for reading, regular files only (err_input otherwise). Returns the descriptor or -1. */
 int file_open(const char *path, struct err *e);
 
-/* All that is left to read into `out` (cleared first, never NULL afterwards). Refuses more than `max` bytes. The path may also be a pipe;
- * `name` is for the message. */
+/*
+ * All that is left to read into `out` (cleared first, never NULL afterwards). Refuses more than
+ * `max` bytes. The path may also be a pipe; `name` is for the message.
+ */
 int file_read_fd(int fd, const char *name, size_t max, struct text *out, struct err *e);
 int file_read_all(const char *path, size_t max, struct text *out, struct err *e);
 
@@ -35,9 +37,10 @@ int file_mkdir_p(const char *path, struct err *e);	/* 0777 less umask; existing 
 char *file_join(const char *dir, const char *name, struct err *e);	/* `name` alone if absolute */
 
 /*
- * A file that appears whole: written as DIR/.NAME.tmp.HOST.RANK.PID (O_EXCL), then fsync, rename, fsync of DIR.
- * file_new_abort on a zeroed or published struct does nothing. file_abort_all is async-signal-safe and for a process about to
- * end: it removes the living temporaries of all threads, and new ones are refused from then on.
+ * A file that appears whole: written as DIR/.NAME.tmp.HOST.RANK.PID (O_EXCL), then fsync, rename,
+ * fsync of DIR. file_new_abort on a zeroed or published struct does nothing. file_abort_all is
+ * async-signal-safe and for a process about to end: it removes the living temporaries of all
+ * threads, and new ones are refused from then on.
  */
 struct file_new {
 	int fd;			/* -1 when closed */
@@ -52,22 +55,29 @@ int file_new_publish(struct file_new *f, struct err *e);
 void file_new_abort(struct file_new *f);
 void file_abort_all(void);
 
-/* Removes DIR/.*.tmp.HOST.RANK.PID of this host whose process is gone, and every .*.tmp.* of other hosts if `others`. */
+/*
+ * Removes DIR/.*.tmp.HOST.RANK.PID of this host whose process is gone, and every .*.tmp.* of other
+ * hosts if `others`.
+ */
 int file_sweep(const char *dir, bool others, struct err *e);
 
 /* Writes `n` bytes to `path` by file_new_*. */
 int file_publish(const char *path, int rank, const void *buf, size_t n, struct err *e);
 
-int file_fsync_dir(const char *dir, struct err *e);	/* EINVAL (some network file systems) is no error */
+int file_fsync_dir(const char *dir, struct err *e);	/* EINVAL (some NFS) is no error */
 
 /*
- * Open-file-description locks on one byte. Returns 0 held, 1 held by somebody else (only with wait = false), -1 failed;
- * where the file system has no locks the answer is -1 with EXIT_FAILED and errno ENOLCK, EOPNOTSUPP or EINVAL.
+ * Open-file-description locks on one byte. Returns 0 held, 1 held by somebody else (only with wait
+ * = false), -1 failed; where the file system has no locks the answer is -1 with EXIT_FAILED and
+ * errno ENOLCK, EOPNOTSUPP or EINVAL.
  */
 enum file_lock { FILE_UNLOCK, FILE_SHARED, FILE_EXCLUSIVE };
 int file_lock(int fd, const char *path, off_t byte, enum file_lock how, bool wait, struct err *e);
 
-/* File system of `path` (its nearest existing parent): free bytes for this user, block size, whether it keeps holes. */
+/*
+ * File system of `path` (its nearest existing parent): free bytes for this user, block size,
+ * whether it keeps holes.
+ */
 struct file_space {
 	uint64_t free, block;
 	bool sparse;

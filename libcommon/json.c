@@ -2,8 +2,8 @@
 /*
  * json: strict reading, typed members, and three spellings on output.
  *
- * jansson writes neither Python's reals nor its separators and escapes, so values are written here. NUL inside a string is
- * refused (jansson's default): strings are C strings everywhere else.
+ * jansson writes neither Python's reals nor its separators and escapes, so values are written here.
+ * NUL inside a string is refused (jansson's default): strings are C strings everywhere else.
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
@@ -56,8 +56,8 @@ static bool is_wide(const char *s, size_t digits, char next)
 }
 
 /*
- * Integers beyond 64 bits (transformers writes model_max_length as 10^30) get ".0" and so become reals. Text in strings is
- * left alone.
+ * Integers beyond 64 bits (transformers writes model_max_length as 10^30) get ".0" and so become
+ * reals. Text in strings is left alone.
  */
 static void widen_integers(struct text *out, const char *s, size_t n)
 {
@@ -85,7 +85,10 @@ static void widen_integers(struct text *out, const char *s, size_t n)
 	}
 }
 
-/* jansson has no code for lack of memory in the middle of a value; malloc leaves ENOMEM, and after it nothing else. */
+/*
+ * jansson has no code for lack of memory in the middle of a value; malloc leaves ENOMEM, and after
+ * it nothing else.
+ */
 static json_t *parse(const char *s, size_t n, json_error_t *why)
 {
 	errno = 0;
@@ -111,7 +114,8 @@ json_t *json_parse(const char *s, size_t n, const char *what, struct err *e)
 	if (errno == ENOMEM)
 		err_fail(e, "out of memory: cannot hold '%s'", what);
 	else if (why.line > 0)
-		err_refuse(e, "'%s' is not valid JSON: line %d, column %d: %s", what, why.line, why.column, why.text);
+		err_refuse(e, "'%s' is not valid JSON: line %d, column %d: %s", what, why.line,
+			   why.column, why.text);
 	else
 		err_refuse(e, "'%s' is not valid JSON: %s", what, why.text);
 	return NULL;
@@ -156,12 +160,14 @@ static int missing(const char *what, const char *key, struct err *e)
 	return err_refuse(e, "%s: '%s' is missing", what, key);
 }
 
-static int wrong_type(const char *what, const char *key, const char *want, const json_t *v, struct err *e)
+static int wrong_type(const char *what, const char *key, const char *want, const json_t *v,
+		      struct err *e)
 {
 	return err_refuse(e, "%s: '%s' must be %s, not %s", what, key, want, type_name(v));
 }
 
-int json_str_or(const json_t *o, const char *what, const char *key, const char *def, const char **out, struct err *e)
+int json_str_or(const json_t *o, const char *what, const char *key, const char *def,
+		const char **out, struct err *e)
 {
 	const json_t *v = member(o, key);
 
@@ -182,7 +188,8 @@ static bool whole(double d)
 	return d >= -0x1p63 && d < 0x1p63 && d == trunc(d);
 }
 
-int json_int_or(const json_t *o, const char *what, const char *key, int64_t def, int64_t *out, struct err *e)
+int json_int_or(const json_t *o, const char *what, const char *key, int64_t def, int64_t *out,
+		struct err *e)
 {
 	const json_t *v = member(o, key);
 
@@ -204,7 +211,8 @@ int json_int(const json_t *o, const char *what, const char *key, int64_t *out, s
 	return member(o, key) ? json_int_or(o, what, key, 0, out, e) : missing(what, key, e);
 }
 
-int json_real_or(const json_t *o, const char *what, const char *key, double def, double *out, struct err *e)
+int json_real_or(const json_t *o, const char *what, const char *key, double def, double *out,
+		 struct err *e)
 {
 	const json_t *v = member(o, key);
 
@@ -214,7 +222,8 @@ int json_real_or(const json_t *o, const char *what, const char *key, double def,
 	return 0;
 }
 
-int json_bool_or(const json_t *o, const char *what, const char *key, bool def, bool *out, struct err *e)
+int json_bool_or(const json_t *o, const char *what, const char *key, bool def, bool *out,
+		 struct err *e)
 {
 	const json_t *v = member(o, key);
 
@@ -266,7 +275,10 @@ static const char *short_escape(uint32_t c)
 	}
 }
 
-/* `ascii`: everything outside printable ASCII is escaped, as Python does by default; else only what JSON demands. */
+/*
+ * `ascii`: everything outside printable ASCII is escaped, as Python does by default; else only what
+ * JSON demands.
+ */
 static void add_string(struct text *out, const char *s, bool ascii)
 {
 	const unsigned char *p = (const unsigned char *)s, *run = p;
@@ -295,9 +307,10 @@ static void add_string(struct text *out, const char *s, bool ascii)
 }
 
 /*
- * The fewest digits that read back as `d` (> 0), nearest to it among those; *point is the decimal point's place before them.
- * The correctly rounded n digits are tried first; next to a power of two, where the gap below is half the gap above, the
- * neighbour further out may read back where they do not.
+ * The fewest digits that read back as `d` (> 0), nearest to it among those; *point is the decimal
+ * point's place before them. The correctly rounded n digits are tried first; next to a power of
+ * two, where the gap below is half the gap above, the neighbour further out may read back where
+ * they do not.
  */
 static size_t shortest(double d, char digits[20], int *point)
 {
@@ -328,7 +341,7 @@ static size_t shortest(double d, char digits[20], int *point)
 		}
 	}
 	*point = 0;
-	return 0;	/* 17 digits always read back */
+	return 0; /* 17 digits always read back */
 }
 
 /* Python's repr of a float: 1e-05 and 1e+16 are the first with exponents on their sides. */
@@ -372,7 +385,7 @@ static void add_real(struct text *out, double d)
 /* How a spelling differs from the others; `repr` is Python's repr, the rest are JSON. */
 struct style {
 	const char *comma, *colon;
-	int indent;			/* < 0: one line */
+	int indent; /* < 0: one line */
 	bool ascii, sort, repr;
 };
 
@@ -470,7 +483,8 @@ static int by_key(const void *a, const void *b)
 	return strcmp(((const struct pair *)a)->key, ((const struct pair *)b)->key);
 }
 
-static void add_pair(struct text *out, size_t i, const struct pair *p, const struct style *style, int depth)
+static void add_pair(struct text *out, size_t i, const struct pair *p, const struct style *style,
+		     int depth)
 {
 	separate(out, i, style, depth + 1);
 	add_text(out, p->key, style);
@@ -489,8 +503,7 @@ static void add_sorted(struct text *out, const json_t *v, const struct style *st
 		out->failed = true;
 		return;
 	}
-	json_object_foreach((json_t *)v, key, value)
-		pairs[n++] = (struct pair){ key, value };
+	json_object_foreach((json_t *)v, key, value) pairs[n++] = (struct pair){ key, value };
 	qsort(pairs, n, sizeof *pairs, by_key);
 	for (i = 0; i < n; i++)
 		add_pair(out, i, &pairs[i], style, depth);
@@ -545,14 +558,20 @@ static void add_value(struct text *out, const json_t *v, const struct style *sty
 
 void json_python(struct text *out, const json_t *v, int indent, bool sort)
 {
-	struct style style = { .comma = indent < 0 ? ", " : ",", .colon = ": ", .indent = indent, .ascii = true, .sort = sort };
+	struct style style = { .comma = indent < 0 ? ", " : ",",
+			       .colon = ": ",
+			       .indent = indent,
+			       .ascii = true,
+			       .sort = sort };
 
 	add_value(out, v, &style, 0);
 }
 
 void json_python_repr(struct text *out, const json_t *v)
 {
-	static const struct style style = { .comma = ", ", .colon = ": ", .indent = -1, .repr = true };
+	static const struct style style = {
+		.comma = ", ", .colon = ": ", .indent = -1, .repr = true
+	};
 
 	add_value(out, v, &style, 0);
 }

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * log: each line is one write(2), so that the lines of ranks sharing a terminal or a file never mix.
+ * log: each line is one write(2), so that the lines of ranks sharing a terminal or a file never
+ * mix.
  *
- * While a progress bar stands on the terminal's last line, a message erases it, prints itself and draws it again, all in
- * the same write.
+ * While a progress bar stands on the terminal's last line, a message erases it, prints itself and
+ * draws it again, all in the same write.
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
@@ -22,15 +23,15 @@
 
 #include "log.h"
 
-#define LINE 4096
-#define BAR 256
+#define LINE  4096
+#define BAR   256
 #define ERASE "\r\033[K"
 
 static const char *program = "dspark";
 static int rank_here, ranks = 1, level;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static char bar[BAR];		/* what stands on the terminal's last line */
+static char bar[BAR]; /* what stands on the terminal's last line */
 static atomic_bool bar_shown;
 
 void log_program(const char *name)
@@ -109,7 +110,8 @@ static void message(const char *kind, const char *fmt, va_list ap)
 	int saved = errno;
 
 	if (ranks > 1)
-		n = cut(snprintf(line, sizeof line, "%s[%d]: %s", program, rank_here, kind), sizeof line);
+		n = cut(snprintf(line, sizeof line, "%s[%d]: %s", program, rank_here, kind),
+			sizeof line);
 	else
 		n = cut(snprintf(line, sizeof line, "%s: %s", program, kind), sizeof line);
 	vsnprintf(line + n, sizeof line - n, fmt, ap);
@@ -188,7 +190,9 @@ void progress_begin(struct progress *p, enum progress_style style, const char *w
 		style = PROGRESS_NONE;
 	else if (style == PROGRESS_AUTO)
 		style = isatty(STDERR_FILENO) ? PROGRESS_BAR : PROGRESS_LINE;
-	*p = (struct progress){ .style = style, .what = what, .total = total, .start = log_seconds() };
+	*p = (struct progress){
+		.style = style, .what = what, .total = total, .start = log_seconds()
+	};
 	p->last = style == PROGRESS_BAR ? p->start - 60 : p->start;
 }
 
@@ -278,7 +282,8 @@ static void draw_bar(const struct progress *p, double now)
 	if (width > BAR - 1)
 		width = BAR - 1;
 	n = cut(snprintf(words, sizeof words, "%3d%% %lld/%lld %s", percent(p), (long long)p->done,
-			 (long long)p->total, p->what), sizeof words);
+			 (long long)p->total, p->what),
+		sizeof words);
 	rate_text(p, now, words + n, sizeof words - n);
 	n = strlen(words);
 
@@ -288,7 +293,8 @@ static void draw_bar(const struct progress *p, double now)
 		cells = 30;
 	i = 0;
 	if (cells) {
-		filled = p->total > 0 ? (size_t)((double)cells * (double)p->done / (double)p->total) : cells;
+		filled = p->total > 0 ? (size_t)((double)cells * (double)p->done / (double)p->total)
+				      : cells;
 		bar[i++] = '[';
 		for (; i <= cells; i++)
 			bar[i] = i <= filled ? '#' : '.';
@@ -315,18 +321,20 @@ static void print_line(const struct progress *p, double now)
 	char words[192];
 
 	rate_text(p, now, words, sizeof words);
-	log_info("%lld/%lld %s (%d%%)%s", (long long)p->done, (long long)p->total, p->what, percent(p), words);
+	log_info("%lld/%lld %s (%d%%)%s", (long long)p->done, (long long)p->total, p->what,
+		 percent(p), words);
 }
 
 static void print_json(const struct progress *p, double now)
 {
 	char line[512];
 
-	snprintf(line, sizeof line,
-		 "{\"progress\": {\"what\": \"%s\", \"rank\": %d, \"done\": %lld, \"total\": %lld, \"tokens\": %lld, "
-		 "\"bytes\": %lld, \"seconds\": %.3f, \"eta\": %.0f}}",
-		 p->what, rank_here, (long long)p->done, (long long)p->total, (long long)p->tokens,
-		 (long long)p->bytes, now - p->start, eta(p, now));
+	snprintf(
+		line, sizeof line,
+		"{\"progress\": {\"what\": \"%s\", \"rank\": %d, \"done\": %lld, \"total\": %lld, \"tokens\": %lld, "
+		"\"bytes\": %lld, \"seconds\": %.3f, \"eta\": %.0f}}",
+		p->what, rank_here, (long long)p->done, (long long)p->total, (long long)p->tokens,
+		(long long)p->bytes, now - p->start, eta(p, now));
 	put_line(line);
 }
 
@@ -343,7 +351,9 @@ static void show(struct progress *p, double now)
 
 void progress_update(struct progress *p, int64_t done, int64_t tokens, int64_t bytes)
 {
-	double now = log_seconds(), every = p->style == PROGRESS_BAR ? 0.1 : p->style == PROGRESS_LINE ? 60 : 1;
+	double now = log_seconds(), every = p->style == PROGRESS_BAR    ? 0.1
+					    : p->style == PROGRESS_LINE ? 60
+									: 1;
 
 	p->done = done;
 	p->tokens = tokens;
@@ -352,7 +362,9 @@ void progress_update(struct progress *p, int64_t done, int64_t tokens, int64_t b
 		show(p, now);
 }
 
-/* The last state is always said, but on a terminal, where the summary that follows says it better. */
+/*
+ * The last state is always said, but on a terminal, where the summary that follows says it better.
+ */
 void progress_end(struct progress *p)
 {
 	if (p->style == PROGRESS_BAR)

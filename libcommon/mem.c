@@ -24,7 +24,10 @@ static void *out_of_memory(struct err *e, size_t bytes)
 
 static void *too_large(struct err *e, size_t n, size_t size)
 {
-	err_fail(e, "out of memory: an array of %zu elements of %zu bytes is larger than the address space", n, size);
+	err_fail(
+		e,
+		"out of memory: an array of %zu elements of %zu bytes is larger than the address space",
+		n, size);
 	return NULL;
 }
 
@@ -54,7 +57,7 @@ int mem_grow(void *array, size_t *cap, size_t want, size_t size, struct err *e)
 		too_large(e, n, size);
 		return -1;
 	}
-	memcpy(&old, array, sizeof old);	/* `array` is the address of a pointer of any type */
+	memcpy(&old, array, sizeof old); /* `array` is the address of a pointer of any type */
 	new = realloc(old, bytes ? bytes : 1);
 	if (!new) {
 		out_of_memory(e, bytes);
@@ -73,7 +76,8 @@ void *mem_aligned(size_t bytes, struct err *e)
 	if (posix_memalign(&p, align, bytes ? bytes : 1))
 		return out_of_memory(e, bytes);
 	if (align == HUGE_PAGE)
-		madvise(p, bytes / HUGE_PAGE * HUGE_PAGE, MADV_HUGEPAGE);	/* a wish: refusal costs speed only */
+		madvise(p, bytes / HUGE_PAGE * HUGE_PAGE,
+			MADV_HUGEPAGE); /* a wish: refusal costs speed only */
 	return p;
 }
 

@@ -8,10 +8,16 @@
 
 struct err;
 
-/* Zeroed array of n elements of `size` bytes; n = 0 gives a unique pointer. NULL with EXIT_FAILED on overflow or no memory. */
+/*
+ * Zeroed array of n elements of `size` bytes; n = 0 gives a unique pointer. NULL with EXIT_FAILED
+ * on overflow or no memory.
+ */
 void *mem_calloc(size_t n, size_t size, struct err *e);
 
-/* Makes room for at least `want` elements in *array (capacity *cap), growing geometrically; new elements are not cleared. */
+/*
+ * Makes room for at least `want` elements in *array (capacity *cap), growing geometrically; new
+ * elements are not cleared.
+ */
 int mem_grow(void *array, size_t *cap, size_t want, size_t size, struct err *e);
 
 /* Uninitialised, aligned to 64 bytes (2 MiB and MADV_HUGEPAGE from 4 MiB on). `bytes` may be 0. */

@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* record: a run is read whole before anything acts on it, so that a filter never works on half a plan. */
+/*
+ * record: a run is read whole before anything acts on it, so that a filter never works on half a
+ * plan.
+ */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
 #endif
@@ -31,12 +34,15 @@ static int add_line(struct run *r, const char *s, size_t n, size_t number, struc
 		return -1;
 	rec = json_parse(s, n, r->name, &why);
 	if (!rec && why.code == EXIT_REFUSED)
-		return err_refuse(e, "'%s', line %zu: not a record: every line must be one JSON object", r->name, number);
+		return err_refuse(
+			e, "'%s', line %zu: not a record: every line must be one JSON object",
+			r->name, number);
 	if (!rec)
 		return err_fail(e, "%s", why.text);
 	if (!kind_of(rec)) {
 		json_decref(rec);
-		return err_refuse(e, "'%s', line %zu: not an object with a \"record\" string", r->name, number);
+		return err_refuse(e, "'%s', line %zu: not an object with a \"record\" string",
+				  r->name, number);
 	}
 	r->record[r->n++] = rec;
 	return 0;
@@ -75,7 +81,8 @@ int run_read(struct run *r, const char *path, struct err *e)
 	*r = (struct run){ 0 };
 	if (is_stdin && isatty(STDIN_FILENO))
 		return err_usage(e, "no RUN given and standard input is a terminal");
-	rc = is_stdin ? file_read_fd(STDIN_FILENO, name, RUN_MAX, &t, e) : file_read_all(path, RUN_MAX, &t, e);
+	rc = is_stdin ? file_read_fd(STDIN_FILENO, name, RUN_MAX, &t, e)
+		      : file_read_all(path, RUN_MAX, &t, e);
 	if (!rc)
 		rc = run_parse(r, t.s, t.len, name, e);
 	text_release(&t);
@@ -123,7 +130,8 @@ static int put(FILE *out, const json_t *rec, struct err *e)
 	text_add(&t, "\n");
 	rc = text_ok(&t, e);
 	if (!rc && fwrite(t.s, 1, t.len, out) != t.len)
-		rc = err_errno(e, "cannot write a record to %s", out == stdout ? "standard output" : "its file");
+		rc = err_errno(e, "cannot write a record to %s",
+			       out == stdout ? "standard output" : "its file");
 	text_release(&t);
 	return rc;
 }
@@ -133,7 +141,9 @@ int record_write(FILE *out, const json_t *rec, struct err *e)
 {
 	if (put(out, rec, e))
 		return -1;
-	return fflush(out) ? err_errno(e, "cannot write a record to %s", out == stdout ? "standard output" : "its file") : 0;
+	return fflush(out) ? err_errno(e, "cannot write a record to %s",
+				       out == stdout ? "standard output" : "its file")
+			   : 0;
 }
 
 int run_copy(FILE *out, const struct run *r, struct err *e)

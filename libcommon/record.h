@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * record: a run as JSON Lines. Each line is an object with a "record" member: plan, host, range, stage, shard, summary.
+ * record: a run as JSON Lines. Each line is an object with a "record" member: plan, host, range,
+ * stage, shard, summary.
  */
 #ifndef DSPARK_RECORD_H
 #define DSPARK_RECORD_H
@@ -17,8 +18,11 @@ struct run {
 	json_t **record;	/* in order */
 };
 
-/* Reads to the end. `path` NULL or "-" is stdin, refused with EXIT_USAGE when it is a terminal. Lines that are not an object with a string "record" are
- * refused with their line number; an empty run is legal here. */
+/*
+ * Reads to the end. `path` NULL or "-" is stdin, refused with EXIT_USAGE when it is a terminal.
+ * Lines that are not an object with a string "record" are refused with their line number; an empty
+ * run is legal here.
+ */
 int run_read(struct run *r, const char *path, struct err *e);
 int run_parse(struct run *r, const char *s, size_t n, const char *name, struct err *e);
 void run_release(struct run *r);

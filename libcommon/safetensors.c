@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * safetensors: a header is believed only when its tensors cover the data exactly once: sorted by offset each begins where
- * the one before ends, the first at 0, the last at the end of the file.
+ * safetensors: a header is believed only when its tensors cover the data exactly once: sorted by
+ * offset each begins where the one before ends, the first at 0, the last at the end of the file.
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
@@ -20,7 +20,7 @@
 #include "safetensors.h"
 #include "text.h"
 
-#define HEADER_MAX 100000000		/* the format's own limit */
+#define HEADER_MAX 100000000 /* the format's own limit */
 
 static uint64_t le64(const unsigned char b[8])
 {
@@ -37,7 +37,10 @@ static int bad(const char *path, const char *name, const char *problem, struct e
 	return err_refuse(e, "'%s': tensor '%s' %s", path, name, problem);
 }
 
-/* `unit` times the elements, or -1 on overflow. Zero dimensions come first: 0 x 2^40 x 2^40 holds nothing. */
+/*
+ * `unit` times the elements, or -1 on overflow. Zero dimensions come first: 0 x 2^40 x 2^40 holds
+ * nothing.
+ */
 static int64_t volume(const struct st_tensor *t, int64_t unit)
 {
 	int i;
@@ -67,39 +70,50 @@ static int read_shape(struct st_tensor *t, const char *path, const json_t *shape
 	if (!json_is_array(shape))
 		return bad(path, t->name, "has no 'shape' list", e);
 	if (n > ST_MAX_DIMS)
-		return err_refuse(e, "'%s': tensor '%s' has %zu dimensions, more than %d", path, t->name, n, ST_MAX_DIMS);
+		return err_refuse(e, "'%s': tensor '%s' has %zu dimensions, more than %d", path,
+				  t->name, n, ST_MAX_DIMS);
 	for (i = 0; i < n; i++) {
 		const json_t *dim = json_array_get(shape, i);
 
 		if (!json_is_integer(dim) || json_integer_value(dim) < 0)
-			return bad(path, t->name, "has a dimension that is not a whole number from 0 on", e);
+			return bad(path, t->name,
+				   "has a dimension that is not a whole number from 0 on", e);
 		t->shape[i] = json_integer_value(dim);
 	}
 	t->ndim = (int)n;
 	return 0;
 }
 
-static int read_offsets(struct st_tensor *t, const struct safetensors *s, const json_t *offsets, struct err *e)
+static int read_offsets(struct st_tensor *t, const struct safetensors *s, const json_t *offsets,
+			struct err *e)
 {
 	const json_t *begin = json_array_get(offsets, 0), *end = json_array_get(offsets, 1);
-	int64_t from = json_integer_value(begin), to = json_integer_value(end), want = tensor_bytes(t);
+	int64_t from = json_integer_value(begin), to = json_integer_value(end),
+		want = tensor_bytes(t);
 
-	if (json_array_size(offsets) != 2 || !json_is_integer(begin) || !json_is_integer(end) || from < 0 || to < from)
-		return bad(s->path, t->name, "has no 'data_offsets' pair of rising whole numbers", e);
+	if (json_array_size(offsets) != 2 || !json_is_integer(begin) || !json_is_integer(end) ||
+	    from < 0 || to < from)
+		return bad(s->path, t->name, "has no 'data_offsets' pair of rising whole numbers",
+			   e);
 	if (want < 0)
 		return bad(s->path, t->name, "has a shape larger than any file", e);
 	if (to - from != want)
-		return err_refuse(e, "'%s': tensor '%s' has %" PRId64 " bytes of data, its shape and dtype want %" PRId64, s->path,
-				  t->name, to - from, want);
+		return err_refuse(e,
+				  "'%s': tensor '%s' has %" PRId64
+				  " bytes of data, its shape and dtype want %" PRId64,
+				  s->path, t->name, to - from, want);
 	if ((uint64_t)to > s->size - s->data)
-		return err_refuse(e, "'%s': tensor '%s' ends %" PRIu64 " bytes behind the end of the file: it is cut short", s->path,
-				  t->name, (uint64_t)to - (s->size - s->data));
+		return err_refuse(e,
+				  "'%s': tensor '%s' ends %" PRIu64
+				  " bytes behind the end of the file: it is cut short",
+				  s->path, t->name, (uint64_t)to - (s->size - s->data));
 	t->begin = s->data + (uint64_t)from;
 	t->end = s->data + (uint64_t)to;
 	return 0;
 }
 
-static int read_tensor(struct st_tensor *t, const struct safetensors *s, const char *name, const json_t *o, struct err *e)
+static int read_tensor(struct st_tensor *t, const struct safetensors *s, const char *name,
+		       const json_t *o, struct err *e)
 {
 	const char *dtype = json_string_value(json_object_get(o, "dtype"));
 
@@ -112,8 +126,11 @@ static int read_tensor(struct st_tensor *t, const struct safetensors *s, const c
 		return bad(s->path, name, "has no 'dtype' string", e);
 	t->dtype = dtype_from_name(dtype);
 	if (t->dtype == DT_NONE)
-		return err_refuse(e, "'%s': tensor '%s' has the unknown dtype '%s'; known are F64 F32 F16 BF16, I64 I32 I16 I8, U8, "
-				  "BOOL, F8_E4M3 F8_E5M2 F8_E8M0", s->path, name, dtype);
+		return err_refuse(
+			e,
+			"'%s': tensor '%s' has the unknown dtype '%s'; known are F64 F32 F16 BF16, I64 I32 I16 I8, U8, "
+			"BOOL, F8_E4M3 F8_E5M2 F8_E8M0",
+			s->path, name, dtype);
 	if (read_shape(t, s->path, json_object_get(o, "shape"), e))
 		return -1;
 	return read_offsets(t, s, json_object_get(o, "data_offsets"), e);
@@ -126,9 +143,8 @@ static int read_metadata(struct safetensors *s, json_t *meta, struct err *e)
 
 	if (!json_is_object(meta))
 		return err_refuse(e, "'%s': '__metadata__' is not an object", s->path);
-	json_object_foreach(meta, key, v)
-		if (!json_is_string(v))
-			return err_refuse(e, "'%s': '__metadata__' member '%s' is not a string", s->path, key);
+	json_object_foreach(meta, key, v) if (!json_is_string(v)) return err_refuse(
+		e, "'%s': '__metadata__' member '%s' is not a string", s->path, key);
 	s->metadata = json_incref(meta);
 	return 0;
 }
@@ -157,13 +173,17 @@ static int check_cover(struct safetensors *s, struct err *e)
 		const struct st_tensor *t = &s->tensor[i];
 
 		if (t->begin < at)
-			return err_refuse(e, "'%s': tensors '%s' and '%s' overlap", s->path, s->tensor[i - 1].name, t->name);
+			return err_refuse(e, "'%s': tensors '%s' and '%s' overlap", s->path,
+					  s->tensor[i - 1].name, t->name);
 		if (t->begin > at)
-			return err_refuse(e, "'%s': %" PRIu64 " bytes before tensor '%s' belong to no tensor", s->path,
-					  t->begin - at, t->name);
+			return err_refuse(e,
+					  "'%s': %" PRIu64
+					  " bytes before tensor '%s' belong to no tensor",
+					  s->path, t->begin - at, t->name);
 	}
 	if (at != s->size)
-		return err_refuse(e, "'%s': %" PRIu64 " bytes after the last tensor belong to none", s->path, s->size - at);
+		return err_refuse(e, "'%s': %" PRIu64 " bytes after the last tensor belong to none",
+				  s->path, s->size - at);
 	return 0;
 }
 
@@ -175,13 +195,14 @@ static int read_tensors(struct safetensors *s, json_t *header, struct err *e)
 	s->tensor = mem_calloc(json_object_size(header), sizeof *s->tensor, e);
 	if (!s->tensor)
 		return -1;
-	json_object_foreach(header, name, o) {
+	json_object_foreach(header, name, o)
+	{
 		if (!strcmp(name, "__metadata__")) {
 			if (read_metadata(s, o, e))
 				return -1;
 			continue;
 		}
-		s->n++;		/* counted first, so that release frees the name */
+		s->n++; /* counted first, so that release frees the name */
 		if (read_tensor(&s->tensor[s->n - 1], s, name, o, e))
 			return -1;
 	}
@@ -198,14 +219,21 @@ static int read_header(struct safetensors *s, char **text, struct err *e)
 	uint64_t n;
 
 	if (s->size < 8)
-		return err_refuse(e, "'%s' is too short for a safetensors file: %" PRIu64 " bytes", s->path, s->size);
+		return err_refuse(e, "'%s' is too short for a safetensors file: %" PRIu64 " bytes",
+				  s->path, s->size);
 	if (file_pread(s->fd, s->path, len, 8, 0, e))
 		return -1;
 	n = le64(len);
 	if (n > HEADER_MAX)
-		return err_refuse(e, "'%s' is no safetensors file: its header would have %" PRIu64 " bytes, over 100 MB", s->path, n);
+		return err_refuse(e,
+				  "'%s' is no safetensors file: its header would have %" PRIu64
+				  " bytes, over 100 MB",
+				  s->path, n);
 	if (n > s->size - 8)
-		return err_refuse(e, "'%s' is cut short: a header of %" PRIu64 " bytes in a file of %" PRIu64, s->path, n, s->size);
+		return err_refuse(e,
+				  "'%s' is cut short: a header of %" PRIu64
+				  " bytes in a file of %" PRIu64,
+				  s->path, n, s->size);
 	*text = mem_calloc(n + 1, 1, e);
 	if (!*text)
 		return -1;
@@ -222,7 +250,8 @@ static int open_header(struct safetensors *s, struct err *e)
 	if (read_header(s, &text, e))
 		goto out;
 	if (*text != '{') {
-		err_refuse(e, "'%s' is no safetensors file: its header does not begin with '{'", s->path);
+		err_refuse(e, "'%s' is no safetensors file: its header does not begin with '{'",
+			   s->path);
 		goto out;
 	}
 	header = json_parse(text, s->data - 8, s->path, e);
@@ -288,11 +317,14 @@ const char *safetensors_meta(const struct safetensors *s, const char *key)
 	return json_string_value(json_object_get(s->metadata, key));
 }
 
-int safetensors_read(const struct safetensors *s, const struct st_tensor *t, void *buf, uint64_t off, size_t n, struct err *e)
+int safetensors_read(const struct safetensors *s, const struct st_tensor *t, void *buf,
+		     uint64_t off, size_t n, struct err *e)
 {
 	if (off > t->end - t->begin || n > t->end - t->begin - off)
-		return err_refuse(e, "'%s': bytes %" PRIu64 " to %" PRIu64 " of tensor '%s' were asked for, it has %" PRIu64, s->path,
-				  off, off + n, t->name, t->end - t->begin);
+		return err_refuse(e,
+				  "'%s': bytes %" PRIu64 " to %" PRIu64
+				  " of tensor '%s' were asked for, it has %" PRIu64,
+				  s->path, off, off + n, t->name, t->end - t->begin);
 	return file_pread(s->fd, s->path, buf, n, t->begin + off, e);
 }
 
@@ -302,7 +334,8 @@ static int add_metadata(struct text *out, const json_t *meta, struct err *e)
 	json_t *v;
 
 	text_add(out, "\"__metadata__\":{");
-	json_object_foreach((json_t *)meta, key, v) {
+	json_object_foreach((json_t *)meta, key, v)
+	{
 		if (!json_is_string(v))
 			return err_refuse(e, "safetensors metadata '%s' is not a string", key);
 		text_add(out, comma);
@@ -341,8 +374,8 @@ static void put_length(char *p, uint64_t n)
 		p[i] = (char)(n >> 8 * i);
 }
 
-int safetensors_header(struct text *out, struct st_tensor *t, size_t n, const json_t *metadata, uint64_t pad_to, uint64_t align,
-		       struct err *e)
+int safetensors_header(struct text *out, struct st_tensor *t, size_t n, const json_t *metadata,
+		       uint64_t pad_to, uint64_t align, struct err *e)
 {
 	uint64_t at = 0, len;
 	size_t i;
@@ -362,12 +395,18 @@ int safetensors_header(struct text *out, struct st_tensor *t, size_t n, const js
 	if (text_ok(out, e))
 		return -1;
 	if (pad_to && out->len > pad_to)
-		return err_refuse(e, "a safetensors header of %zu bytes exceeds the %" PRIu64 " set aside for it", out->len, pad_to);
+		return err_refuse(e,
+				  "a safetensors header of %zu bytes exceeds the %" PRIu64
+				  " set aside for it",
+				  out->len, pad_to);
 	len = out->len > pad_to ? out->len : pad_to;
 	align = align ? align : 8;
 	len = (len + align - 1) / align * align;
 	if (len - 8 > HEADER_MAX)
-		return err_refuse(e, "a safetensors header of %" PRIu64 " bytes exceeds the format's 100 MB", len);
+		return err_refuse(e,
+				  "a safetensors header of %" PRIu64
+				  " bytes exceeds the format's 100 MB",
+				  len);
 	text_pad(out, ' ', len);
 	if (text_ok(out, e))
 		return -1;

@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* text: once an append fails, later ones do nothing, so that a string with a hole in it never looks whole. */
+/*
+ * text: once an append fails, later ones do nothing, so that a string with a hole in it never looks
+ * whole.
+ */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
 #endif
@@ -99,7 +102,8 @@ void text_pad(struct text *t, char c, size_t len)
 
 int text_ok(const struct text *t, struct err *e)
 {
-	return t->failed ? err_fail(e, "out of memory: cannot grow a text of %zu bytes", t->len) : 0;
+	return t->failed ? err_fail(e, "out of memory: cannot grow a text of %zu bytes", t->len)
+			 : 0;
 }
 
 /* Three figures; the limits are where rounding would give a fourth. */

@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* text: a growing NUL-terminated string. A failed append is remembered: check text_ok once at the end. */
+/*
+ * text: a growing NUL-terminated string. A failed append is remembered: check text_ok once at the
+ * end.
+ */
 #ifndef DSPARK_TEXT_H
 #define DSPARK_TEXT_H
 

@@ -1,10 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * yaml: libyaml's events built into a jansson tree, scalars resolved as PyYAML's SafeLoader resolves them.
+ * yaml: libyaml's events built into a jansson tree, scalars resolved as PyYAML's SafeLoader
+ * resolves them.
  *
- * Events, because libyaml's document loader forgets whether a scalar carried a tag. An alias is a deep copy, so that later
- * changes in one place stay there; copies are counted against bombs of nested aliases. A reference into its own
- * anchor has no finite tree and is refused, as are the infinities and NaN, which jansson cannot hold.
+ * Events, because libyaml's document loader forgets whether a scalar carried a tag. An alias is a
+ * deep copy, so that later changes in one place stay there; copies are counted against bombs of
+ * nested aliases. A reference into its own anchor has no finite tree and is refused, as are the
+ * infinities and NaN, which jansson cannot hold.
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
@@ -24,15 +26,15 @@
 #include "text.h"
 #include "yaml.h"
 
-#define FILE_MAX ((size_t)64 << 20)
-#define DEPTH_MAX 256
+#define FILE_MAX   ((size_t)64 << 20)
+#define DEPTH_MAX  256
 #define COPIES_MAX 100000
-#define TAG "tag:yaml.org,2002:"
+#define TAG        "tag:yaml.org,2002:"
 
 struct anchor {
 	char *name;
-	char *text;		/* of a scalar, as written: an alias may be a key; else NULL */
-	json_t *value;		/* NULL while it is being read */
+	char *text;    /* of a scalar, as written: an alias may be a key; else NULL */
+	json_t *value; /* NULL while it is being read */
 };
 
 struct loader {
@@ -122,11 +124,15 @@ static bool is_float(const char *s)
 	return !*s;
 }
 
-/* 1 true, 0 false, -1 neither; in lower case, capitalised or upper case, or (any_case) as an explicit !!bool has it. */
+/*
+ * 1 true, 0 false, -1 neither; in lower case, capitalised or upper case, or (any_case) as an
+ * explicit !!bool has it.
+ */
 static int bool_of(const char *s, bool any_case)
 {
-	static const char *const words[][3] = {	/* false, true, false, ... */
-		{ "no", "No", "NO" }, { "yes", "Yes", "YES" }, { "false", "False", "FALSE" },
+	static const char *const words[][3] = {
+		/* false, true, false, ... */
+		{ "no", "No", "NO" },       { "yes", "Yes", "YES" }, { "false", "False", "FALSE" },
 		{ "true", "True", "TRUE" }, { "off", "Off", "OFF" }, { "on", "On", "ON" },
 	};
 	int i, j;
@@ -140,7 +146,8 @@ static int bool_of(const char *s, bool any_case)
 
 static bool is_null(const char *s)
 {
-	return !*s || !strcmp(s, "~") || !strcmp(s, "null") || !strcmp(s, "Null") || !strcmp(s, "NULL");
+	return !*s || !strcmp(s, "~") || !strcmp(s, "null") || !strcmp(s, "Null") ||
+	       !strcmp(s, "NULL");
 }
 
 static json_t *no_memory(struct err *e)
@@ -163,8 +170,10 @@ static int digit_of(char c)
 	return c >= 'a' && c <= 'f' ? c - 'a' + 10 : 16;
 }
 
-/* Digits into *out; decimal ones may be parts between colons that count 60 each. False where anything else stands, or 64 bits
- * do not hold it. */
+/*
+ * Digits into *out; decimal ones may be parts between colons that count 60 each. False where
+ * anything else stands, or 64 bits do not hold it.
+ */
 static bool digits_of(const char *s, int base, uint64_t *out)
 {
 	uint64_t sum = 0, part = 0;
@@ -180,7 +189,8 @@ static bool digits_of(const char *s, int base, uint64_t *out)
 			any = true;
 			continue;
 		}
-		if (!any || (*s && (*s != ':' || base != 10)) || __builtin_mul_overflow(sum, 60, &sum) ||
+		if (!any || (*s && (*s != ':' || base != 10)) ||
+		    __builtin_mul_overflow(sum, 60, &sum) ||
 		    __builtin_add_overflow(sum, part, &sum))
 			return false;
 		*out = sum;
@@ -322,7 +332,8 @@ static json_t *tagged_scalar(const char *tag, const char *s, size_t n, struct er
 /* The sentence in `e`, if any, gets its place. Returns -1 for its callers' NULL. */
 static int at_mark(const struct loader *l, yaml_mark_t mark, struct err *e)
 {
-	return err_context(e, "'%s', line %zu, column %zu", l->what, mark.line + 1, mark.column + 1);
+	return err_context(e, "'%s', line %zu, column %zu", l->what, mark.line + 1,
+			   mark.column + 1);
 }
 
 static json_t *refuse(const struct loader *l, yaml_mark_t mark, const char *problem, struct err *e)
@@ -341,9 +352,11 @@ static int next(struct loader *l, yaml_event_t *ev, struct err *e)
 	if (p->error == YAML_MEMORY_ERROR)
 		return err_fail(e, "out of memory: cannot read '%s'", l->what);
 	if (p->error == YAML_READER_ERROR)
-		return err_refuse(e, "'%s' is not valid YAML: byte %zu: %s", l->what, p->problem_offset, p->problem);
-	return err_refuse(e, "'%s' is not valid YAML: line %zu, column %zu: %s", l->what, p->problem_mark.line + 1,
-			  p->problem_mark.column + 1, p->problem ? p->problem : "syntax error");
+		return err_refuse(e, "'%s' is not valid YAML: byte %zu: %s", l->what,
+				  p->problem_offset, p->problem);
+	return err_refuse(e, "'%s' is not valid YAML: line %zu, column %zu: %s", l->what,
+			  p->problem_mark.line + 1, p->problem_mark.column + 1,
+			  p->problem ? p->problem : "syntax error");
 }
 
 static int next_type(struct loader *l, yaml_event_type_t *type, yaml_mark_t *mark, struct err *e)
@@ -365,11 +378,9 @@ static size_t count(const json_t *v)
 	size_t i, n = 1;
 
 	if (json_is_array(v))
-		json_array_foreach(v, i, item)
-			n += count(item);
+		json_array_foreach(v, i, item) n += count(item);
 	else if (json_is_object(v))
-		json_object_foreach((json_t *)v, key, item)
-			n += count(item);
+		json_object_foreach((json_t *)v, key, item) n += count(item);
 	return n;
 }
 
@@ -473,7 +484,8 @@ static json_t *load_next(struct loader *l, yaml_event_type_t end, bool *ended, s
 static bool tag_is(const yaml_char_t *tag, const char *type)
 {
 	return !tag || !strcmp((const char *)tag, "!") ||
-	       (!strncmp((const char *)tag, TAG, strlen(TAG)) && !strcmp((const char *)tag + strlen(TAG), type));
+	       (!strncmp((const char *)tag, TAG, strlen(TAG)) &&
+		!strcmp((const char *)tag + strlen(TAG), type));
 }
 
 static json_t *load_sequence(struct loader *l, const yaml_event_t *ev, struct err *e)
@@ -517,7 +529,8 @@ static int scalar_key(struct loader *l, const yaml_event_t *ev, struct key *k, s
 		refuse(l, ev->start_mark, "the key contains a NUL character", e);
 		return -1;
 	}
-	if (ev->data.scalar.anchor || ev->data.scalar.tag) {	/* only then can the value matter, or be wrong */
+	if (ev->data.scalar.anchor ||
+	    ev->data.scalar.tag) { /* only then can the value matter, or be wrong */
 		v = load_node(l, ev, e);
 		if (!v)
 			return -1;
@@ -573,7 +586,8 @@ static int update(json_t *into, const json_t *from, struct err *e)
 }
 
 /* The value of "<<": a mapping, or a list of them of which the first wins. */
-static int add_merge(const struct loader *l, json_t *into, const json_t *v, yaml_mark_t mark, struct err *e)
+static int add_merge(const struct loader *l, json_t *into, const json_t *v, yaml_mark_t mark,
+		     struct err *e)
 {
 	size_t i, n = json_array_size(v);
 	bool good = json_is_array(v);
@@ -646,7 +660,8 @@ out:
 
 static json_t *load_scalar(struct loader *l, const yaml_event_t *ev, struct err *e)
 {
-	const char *s = (const char *)ev->data.scalar.value, *tag = (const char *)ev->data.scalar.tag;
+	const char *s = (const char *)ev->data.scalar.value,
+		   *tag = (const char *)ev->data.scalar.tag;
 	size_t n = ev->data.scalar.length;
 	struct err why = ERR_INIT;
 	json_t *v;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * base_cat MODE: reads standard input, writes what a base module makes of it; exit 1 and a sentence where it refuses.
- * For tests that compare with Python.
+ * base_cat MODE: reads standard input, writes what a base module makes of it; exit 1 and a sentence
+ * where it refuses. For tests that compare with Python.
  *
  *	json INDENT | json-sorted INDENT | repr | line	a JSON value, written back
  *	yaml		a YAML document, as sorted JSON
@@ -47,7 +47,8 @@ static void lines(struct text *out, const char *mode, char *s)
 		json_t *v;
 
 		*end = '\0';
-		v = *mode == 's' ? yaml_scalar(s, &e) : json_parse(s, (size_t)(end - s), "line", &e);
+		v = *mode == 's' ? yaml_scalar(s, &e)
+				 : json_parse(s, (size_t)(end - s), "line", &e);
 		if (add(out, *mode == 's' ? "yaml" : "repr", -1, v))
 			text_add(out, "refused");
 		text_add(out, "\n");

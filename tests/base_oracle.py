@@ -199,7 +199,8 @@ def load(doc):
 
 
 def random_doc():
-    fine = [s for s in SCALARS if resolve(s) != "refused"] + ["'q'", '"dq"', "plain text"]
+    # "1:," is a pair to PyYAML, but an error to libyaml
+    fine = [s for s in SCALARS if resolve(s) != "refused" and not s.endswith(":")] + ["'q'", '"dq"', "plain text"]
 
     def quoted():       # libyaml refuses the surrogate escapes that json.dumps makes
         return json.dumps("".join(c for c in string() if c < "\U00010000"))

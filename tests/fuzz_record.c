@@ -1,5 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* fuzz_record: any bytes as a run; what is accepted must be the same when written and read again. */
+/*
+ * fuzz_record: any bytes as a run; what is accepted must be the same when written and read again.
+ */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
 #endif
@@ -32,7 +34,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
 		json_python_repr(&words, r.record[i]);
 	}
 	text_add(&lines, "");
-	if (text_ok(&lines, &e) || text_ok(&words, &e) || run_parse(&again, lines.s, lines.len, "again", &e) || again.n != r.n)
+	if (text_ok(&lines, &e) || text_ok(&words, &e) ||
+	    run_parse(&again, lines.s, lines.len, "again", &e) || again.n != r.n)
 		abort();
 	for (i = 0; i < r.n; i++)
 		if (!json_equal(r.record[i], again.record[i]))

@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* fuzz_safetensors: any bytes as a file; what is accepted must cover it exactly and read within bounds. */
+/*
+ * fuzz_safetensors: any bytes as a file; what is accepted must cover it exactly and read within
+ * bounds.
+ */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
 #endif
@@ -23,11 +26,13 @@ static void check(const struct safetensors *s)
 		struct err e = ERR_INIT;
 		char byte;
 
-		if (t->begin < s->data || t->end < t->begin || t->end > s->size || safetensors_find(s, t->name) != t)
+		if (t->begin < s->data || t->end < t->begin || t->end > s->size ||
+		    safetensors_find(s, t->name) != t)
 			abort();
 		if ((uint64_t)safetensors_elements(t) * dtype_size(t->dtype) != t->end - t->begin)
 			abort();
-		if (t->end > t->begin && safetensors_read(s, t, &byte, t->end - t->begin - 1, 1, &e))
+		if (t->end > t->begin &&
+		    safetensors_read(s, t, &byte, t->end - t->begin - 1, 1, &e))
 			abort();
 		sum += t->end - t->begin;
 	}

@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* fuzz_yaml: any bytes as a document and, cut at NUL, as a plain scalar; what is accepted must be writable as JSON. */
+/*
+ * fuzz_yaml: any bytes as a document and, cut at NUL, as a plain scalar; what is accepted must be
+ * writable as JSON.
+ */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
 #endif

@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* cli and log: a small command run in a child: its exit code, what it prints, and its progress on a terminal of known width. */
+/*
+ * cli and log: a small command run in a child: its exit code, what it prints, and its progress on a
+ * terminal of known width.
+ */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
 #endif
@@ -25,12 +28,10 @@ static const char usage[] = "usage: tool [-n N] [-s SIZE] [-d DEVICE]\n";
 /* As every main() is. */
 static int tool(int argc, char **argv)
 {
-	static const struct option options[] = {
-		{ "number", required_argument, NULL, 'n' },
-		{ "size", required_argument, NULL, 's' },
-		{ "device", required_argument, NULL, 'd' },
-		CLI_COMMON_LONG
-	};
+	static const struct option options[] = { { "number", required_argument, NULL, 'n' },
+						 { "size", required_argument, NULL, 's' },
+						 { "device", required_argument, NULL, 'd' },
+						 CLI_COMMON_LONG };
 	static const char *const devices[] = { "auto", "cpu", "cuda", NULL };
 	struct err e = ERR_INIT;
 	struct cli c;
@@ -39,7 +40,8 @@ static int tool(int argc, char **argv)
 	int ch, device = 0;
 
 	cli_begin(&c, "tool", usage);
-	while (!e.code && !c.done && (ch = getopt_long(argc, argv, "n:s:d:" CLI_COMMON_SHORT, options, NULL)) != -1) {
+	while (!e.code && !c.done &&
+	       (ch = getopt_long(argc, argv, "n:s:d:" CLI_COMMON_SHORT, options, NULL)) != -1) {
 		if (ch == 'n')
 			cli_int("--number", optarg, -5, 10, &n, &e);
 		else if (ch == 's')
@@ -53,7 +55,8 @@ static int tool(int argc, char **argv)
 		log_info("information");
 		log_debug("detail");
 		log_warn("careful");
-		printf("%lld %llu %d %d\n", (long long)n, (unsigned long long)size, device, argc - optind);
+		printf("%lld %llu %d %d\n", (long long)n, (unsigned long long)size, device,
+		       argc - optind);
 	}
 	return cli_end(&c, &e);
 }
@@ -70,7 +73,10 @@ static void drain(int fd, struct text *t)
 	text_add(t, "");
 }
 
-/* Runs `tool`; stdout goes to `to` unless NULL ("" closes it). Returns the exit code, or 256 + signal. */
+/*
+ * Runs `tool`; stdout goes to `to` unless NULL ("" closes it). Returns the exit code, or 256 +
+ * signal.
+ */
 static int run_tool(char **argv, const char *to, struct text *out, struct text *err)
 {
 	int o[2], r[2], status, argc = 0, fd;
@@ -111,9 +117,10 @@ static int run_tool(char **argv, const char *to, struct text *out, struct text *
 	return WIFEXITED(status) ? WEXITSTATUS(status) : 256 + WTERMSIG(status);
 }
 
-#define TRY "Try 'tool --help' for more information.\n"
+#define TRY  "Try 'tool --help' for more information.\n"
 #define SAID "tool: information\ntool: warning: careful\n"
-#define NOT_SIZE(v) "tool: option '--size': '" v "' is not a size: bytes, or K M G T (powers of 1024)\n" TRY
+#define NOT_SIZE(v) \
+	"tool: option '--size': '" v "' is not a size: bytes, or K M G T (powers of 1024)\n" TRY
 #define NOT_INT(v) "tool: option '--number': '" v "' is not a whole number from -5 to 10\n" TRY
 
 static void test_options(void)
@@ -126,21 +133,53 @@ static void test_options(void)
 	} t[] = {
 		{ { "tool" }, NULL, 0, "-1 0 0 0\n", SAID },
 		{ { "tool", "-q" }, NULL, 0, "-1 0 0 0\n", "" },
-		{ { "tool", "-v", "x" }, NULL, 0, "-1 0 0 1\n", "tool: information\ntool: detail\ntool: warning: careful\n" },
+		{ { "tool", "-v", "x" },
+		  NULL,
+		  0,
+		  "-1 0 0 1\n",
+		  "tool: information\ntool: detail\ntool: warning: careful\n" },
 		{ { "tool", "-h" }, NULL, 0, usage, "" },
 		{ { "tool", "--help", "--nonsense" }, NULL, 0, usage, "" },
 		{ { "tool", "-V" }, NULL, 0, NULL, "" },
-		{ { "tool", "--verb", "-n", "3" }, NULL, 0, "3 0 0 0\n", "tool: information\ntool: detail\ntool: warning: careful\n" },
-		{ { "tool", "--nonsense" }, NULL, 2, "", "tool: unknown or ambiguous option '--nonsense'\n" TRY },
-		{ { "tool", "--nonsense=3" }, NULL, 2, "", "tool: unknown or ambiguous option '--nonsense'\n" TRY },
-		{ { "tool", "--ver" }, NULL, 2, "", "tool: unknown or ambiguous option '--ver'\n" TRY },
-		{ { "tool", "--help=3" }, NULL, 2, "", "tool: option '--help' takes no value\n" TRY },
+		{ { "tool", "--verb", "-n", "3" },
+		  NULL,
+		  0,
+		  "3 0 0 0\n",
+		  "tool: information\ntool: detail\ntool: warning: careful\n" },
+		{ { "tool", "--nonsense" },
+		  NULL,
+		  2,
+		  "",
+		  "tool: unknown or ambiguous option '--nonsense'\n" TRY },
+		{ { "tool", "--nonsense=3" },
+		  NULL,
+		  2,
+		  "",
+		  "tool: unknown or ambiguous option '--nonsense'\n" TRY },
+		{ { "tool", "--ver" },
+		  NULL,
+		  2,
+		  "",
+		  "tool: unknown or ambiguous option '--ver'\n" TRY },
+		{ { "tool", "--help=3" },
+		  NULL,
+		  2,
+		  "",
+		  "tool: option '--help' takes no value\n" TRY },
 		{ { "tool", "--size" }, NULL, 2, "", "tool: option '--size' needs a value\n" TRY },
 		{ { "tool", "-s" }, NULL, 2, "", "tool: option '-s' needs a value\n" TRY },
 		{ { "tool", "-x" }, NULL, 2, "", "tool: unknown option '-x'\n" TRY },
 		{ { "tool", "-qx", "-n" }, NULL, 2, "", "tool: unknown option '-x'\n" TRY },
-		{ { "tool", "--device=cpu", "-xq", "-n" }, NULL, 2, "", "tool: unknown option '-x'\n" TRY },
-		{ { "tool", "--help=3", "-q" }, NULL, 2, "", "tool: option '--help' takes no value\n" TRY },
+		{ { "tool", "--device=cpu", "-xq", "-n" },
+		  NULL,
+		  2,
+		  "",
+		  "tool: unknown option '-x'\n" TRY },
+		{ { "tool", "--help=3", "-q" },
+		  NULL,
+		  2,
+		  "",
+		  "tool: option '--help' takes no value\n" TRY },
 		{ { "tool", "-qs" }, NULL, 2, "", "tool: option '-s' needs a value\n" TRY },
 		{ { "tool", "-" }, NULL, 0, "-1 0 0 1\n", SAID },
 		{ { "tool", "-n", "-5" }, NULL, 0, "-5 0 0 0\n", SAID },
@@ -150,26 +189,62 @@ static void test_options(void)
 		{ { "tool", "-n", " 1" }, NULL, 2, "", NOT_INT(" 1") },
 		{ { "tool", "-n", "1x" }, NULL, 2, "", NOT_INT("1x") },
 		{ { "tool", "-n", "0x1" }, NULL, 2, "", NOT_INT("0x1") },
-		{ { "tool", "-n", "99999999999999999999" }, NULL, 2, "", NOT_INT("99999999999999999999") },
+		{ { "tool", "-n", "99999999999999999999" },
+		  NULL,
+		  2,
+		  "",
+		  NOT_INT("99999999999999999999") },
 		{ { "tool", "-s", "17" }, NULL, 0, "-1 17 0 0\n", SAID },
 		{ { "tool", "-s", "80G" }, NULL, 0, "-1 85899345920 0 0\n", SAID },
 		{ { "tool", "-s", "2K" }, NULL, 0, "-1 2048 0 0\n", SAID },
 		{ { "tool", "-s", "16777215T" }, NULL, 0, "-1 18446742974197923840 0 0\n", SAID },
-		{ { "tool", "-s", "16777216T" }, NULL, 2, "", "tool: option '--size': '16777216T' is too large\n" TRY },
-		{ { "tool", "-s", "18446744073709551615" }, NULL, 0, "-1 18446744073709551615 0 0\n", SAID },
-		{ { "tool", "-s", "18446744073709551616" }, NULL, 2, "", "tool: option '--size': '18446744073709551616' is too large\n" TRY },
+		{ { "tool", "-s", "16777216T" },
+		  NULL,
+		  2,
+		  "",
+		  "tool: option '--size': '16777216T' is too large\n" TRY },
+		{ { "tool", "-s", "18446744073709551615" },
+		  NULL,
+		  0,
+		  "-1 18446744073709551615 0 0\n",
+		  SAID },
+		{ { "tool", "-s", "18446744073709551616" },
+		  NULL,
+		  2,
+		  "",
+		  "tool: option '--size': '18446744073709551616' is too large\n" TRY },
 		{ { "tool", "-s", "-1" }, NULL, 2, "", NOT_SIZE("-1") },
 		{ { "tool", "-s", "+1" }, NULL, 2, "", NOT_SIZE("+1") },
 		{ { "tool", "-s", "" }, NULL, 2, "", NOT_SIZE("") },
 		{ { "tool", "-s", "G" }, NULL, 2, "", NOT_SIZE("G") },
 		{ { "tool", "-s", "1Gx" }, NULL, 2, "", NOT_SIZE("1Gx") },
 		{ { "tool", "-s", "1.5G" }, NULL, 2, "", NOT_SIZE("1.5G") },
-		{ { "tool", "-s", "99999999999999999999x" }, NULL, 2, "", NOT_SIZE("99999999999999999999x") },
+		{ { "tool", "-s", "99999999999999999999x" },
+		  NULL,
+		  2,
+		  "",
+		  NOT_SIZE("99999999999999999999x") },
 		{ { "tool", "-d", "cuda" }, NULL, 0, "-1 0 2 0\n", SAID },
-		{ { "tool", "-d", "cud" }, NULL, 2, "", "tool: option '--device': 'cud' is not one of auto, cpu, cuda\n" TRY },
-		{ { "tool", "-q" }, "/dev/full", 3, "", "tool: cannot write standard output: No space left on device\n" },
-		{ { "tool", "--help" }, "/dev/full", 3, "", "tool: cannot write standard output: No space left on device\n" },
-		{ { "tool", "-q" }, "", 3, "", "tool: cannot write standard output: Bad file descriptor\n" },
+		{ { "tool", "-d", "cud" },
+		  NULL,
+		  2,
+		  "",
+		  "tool: option '--device': 'cud' is not one of auto, cpu, cuda\n" TRY },
+		{ { "tool", "-q" },
+		  "/dev/full",
+		  3,
+		  "",
+		  "tool: cannot write standard output: No space left on device\n" },
+		{ { "tool", "--help" },
+		  "/dev/full",
+		  3,
+		  "",
+		  "tool: cannot write standard output: No space left on device\n" },
+		{ { "tool", "-q" },
+		  "",
+		  3,
+		  "",
+		  "tool: cannot write standard output: Bad file descriptor\n" },
 		{ { "tool", "-q", "-x" }, "", 2, "", "tool: unknown option '-x'\n" TRY },
 	};
 	struct text out = TEXT_INIT, err = TEXT_INIT;
@@ -181,12 +256,13 @@ static void test_options(void)
 
 		memcpy(argv, t[i].argv, sizeof t[i].argv);
 		code = run_tool(argv, t[i].to, &out, &err);
-		is_int(code, t[i].code, "%s %s %s >%s: exit code", argv[0], argv[1] ? argv[1] : "", argv[1] && argv[2] ? argv[2] : "",
-		       t[i].to ? t[i].to : "pipe");
+		is_int(code, t[i].code, "%s %s %s >%s: exit code", argv[0], argv[1] ? argv[1] : "",
+		       argv[1] && argv[2] ? argv[2] : "", t[i].to ? t[i].to : "pipe");
 		if (t[i].out)
 			is_str(out.s, t[i].out, "its output");
 		else
-			ok(!strncmp(out.s, "tool (dspark) ", 14) && out.s[out.len - 1] == '\n', "its version: %.40s", out.s);
+			ok(!strncmp(out.s, "tool (dspark) ", 14) && out.s[out.len - 1] == '\n',
+			   "its version: %.40s", out.s);
 		is_str(err.s, t[i].err, "its messages");
 	}
 	text_release(&out);
@@ -232,9 +308,11 @@ static void test_signals(void)
 			kill(pid, signals[i]);
 		waitpid(pid, &status, 0);
 		if (i < 3)
-			ok(WIFEXITED(status) && WEXITSTATUS(status) == 3, "%s: exit 3", strsignal(signals[i]));
+			ok(WIFEXITED(status) && WEXITSTATUS(status) == 3, "%s: exit 3",
+			   strsignal(signals[i]));
 		else
-			ok(WIFEXITED(status) && !WEXITSTATUS(status), "a hangup ignored from the start stays ignored");
+			ok(WIFEXITED(status) && !WEXITSTATUS(status),
+			   "a hangup ignored from the start stays ignored");
 	}
 	is_int(rmdir(path), 0, "no temporary is left");
 }
@@ -273,7 +351,10 @@ static void on_terminal(int width, enum progress_style style, struct text *t)
 	waitpid(pid, NULL, 0);
 }
 
-/* What a terminal shows of it: lines, after \r and "erase to end of line". Returns the widest line ever drawn. */
+/*
+ * What a terminal shows of it: lines, after \r and "erase to end of line". Returns the widest line
+ * ever drawn.
+ */
 static size_t screen(const char *s, struct text *lines)
 {
 	char row[1024] = "";
@@ -309,16 +390,23 @@ static void test_progress(void)
 	for (i = 0; i < sizeof widths / sizeof widths[0]; i++) {
 		on_terminal(widths[i], PROGRESS_AUTO, &raw);
 		widest = screen(raw.s, &lines);
-		is_str(lines.s, "tool: in between\ntool: the end\n", "%d columns: the bar goes without a trace", widths[i]);
-		ok(widest < (size_t)widths[i], "%d columns: the widest bar has %zu", widths[i], widest);
+		is_str(lines.s, "tool: in between\ntool: the end\n",
+		       "%d columns: the bar goes without a trace", widths[i]);
+		ok(widest < (size_t)widths[i], "%d columns: the widest bar has %zu", widths[i],
+		   widest);
 		if (widths[i] >= 60)
-			ok(strstr(raw.s, " 50% 50/100 rows") && strstr(raw.s, "tokens/s"), "%d columns: it says how far", widths[i]);
+			ok(strstr(raw.s, " 50% 50/100 rows") && strstr(raw.s, "tokens/s"),
+			   "%d columns: it says how far", widths[i]);
 		if (widths[i] >= 80)
-			ok(strstr(raw.s, "ETA 0:0") && strstr(raw.s, "[###"), "%d columns: how long, and a bar", widths[i]);
+			ok(strstr(raw.s, "ETA 0:0") && strstr(raw.s, "[###"),
+			   "%d columns: how long, and a bar", widths[i]);
 	}
 	on_terminal(80, PROGRESS_JSON, &raw);
-	ok(strstr(raw.s, "{\"progress\": {\"what\": \"rows\", \"rank\": 0, \"done\": 100, \"total\": 100, \"tokens\": 100000, "
-		   "\"bytes\": 987654321, ") && !strchr(raw.s, '\033'), "json");
+	ok(strstr(raw.s,
+		  "{\"progress\": {\"what\": \"rows\", \"rank\": 0, \"done\": 100, \"total\": 100, \"tokens\": 100000, "
+		  "\"bytes\": 987654321, ") &&
+		   !strchr(raw.s, '\033'),
+	   "json");
 	on_terminal(80, PROGRESS_LINE, &raw);
 	ok(strstr(raw.s, "tool: 100/100 rows (100%), ") && !strchr(raw.s, '\033'), "lines");
 	on_terminal(80, PROGRESS_NONE, &raw);
@@ -333,7 +421,8 @@ static void test_names(void)
 
 	ok(!progress_style("json", &style) && style == PROGRESS_JSON, "json is a style");
 	ok(!progress_style("auto", &style) && style == PROGRESS_AUTO, "auto is a style");
-	ok(progress_style("none", &style) == -1 && progress_style("", &style) == -1, "others are not");
+	ok(progress_style("none", &style) == -1 && progress_style("", &style) == -1,
+	   "others are not");
 	log_program("tool");
 	is_str(log_name(), "tool", "the program's name");
 }

@@ -37,7 +37,8 @@ static void test_err(void)
 	e = (struct err)ERR_INIT;
 	errno = EIO;
 	err_errno(&e, "%s", longer);
-	ok(strlen(e.text) == ERR_TEXT - 1 && strstr(e.text, ": Input/output error"), "a long sentence is cut before its reason");
+	ok(strlen(e.text) == ERR_TEXT - 1 && strstr(e.text, ": Input/output error"),
+	   "a long sentence is cut before its reason");
 	err_context(&e, "%s", longer);
 	is_int((int64_t)strlen(e.text), ERR_TEXT - 1, "a long context is cut");
 	e = (struct err)ERR_INIT;
@@ -50,9 +51,10 @@ static void test_input(void)
 	static const struct {
 		int number, code;
 	} t[] = {
-		{ ENOENT, EXIT_REFUSED }, { ENOTDIR, EXIT_REFUSED }, { EISDIR, EXIT_REFUSED }, { EACCES, EXIT_REFUSED },
-		{ EPERM, EXIT_REFUSED }, { ELOOP, EXIT_REFUSED }, { ENAMETOOLONG, EXIT_REFUSED }, { EIO, EXIT_FAILED },
-		{ EMFILE, EXIT_FAILED }, { ENOMEM, EXIT_FAILED }, { ESTALE, EXIT_FAILED },
+		{ ENOENT, EXIT_REFUSED },       { ENOTDIR, EXIT_REFUSED }, { EISDIR, EXIT_REFUSED },
+		{ EACCES, EXIT_REFUSED },       { EPERM, EXIT_REFUSED },   { ELOOP, EXIT_REFUSED },
+		{ ENAMETOOLONG, EXIT_REFUSED }, { EIO, EXIT_FAILED },      { EMFILE, EXIT_FAILED },
+		{ ENOMEM, EXIT_FAILED },        { ESTALE, EXIT_FAILED },
 	};
 	size_t i;
 
@@ -75,21 +77,26 @@ static void test_mem(void)
 	p = mem_calloc(0, 8, &e);
 	ok(p != NULL, "no elements are a pointer");
 	free(p);
-	ok(!mem_calloc(SIZE_MAX / 4, 8, &e) && e.code == EXIT_FAILED, "an array beyond the address space fails");
+	ok(!mem_calloc(SIZE_MAX / 4, 8, &e) && e.code == EXIT_FAILED,
+	   "an array beyond the address space fails");
 	for (i = 0; i < 1000; i++) {
 		if (mem_grow(&a, &cap, (size_t)i + 1, sizeof *a, &e))
 			break;
 		a[i] = i;
 	}
-	ok(i == 1000 && a[0] == 0 && a[999] == 999 && cap >= 1000 && cap < 2000, "an array grows and keeps its elements");
+	ok(i == 1000 && a[0] == 0 && a[999] == 999 && cap >= 1000 && cap < 2000,
+	   "an array grows and keeps its elements");
 	e = (struct err)ERR_INIT;
-	ok(mem_grow(&a, &cap, SIZE_MAX / 2, sizeof *a, &e) && e.code == EXIT_FAILED && a[999] == 999, "growth that overflows leaves it");
+	ok(mem_grow(&a, &cap, SIZE_MAX / 2, sizeof *a, &e) && e.code == EXIT_FAILED &&
+		   a[999] == 999,
+	   "growth that overflows leaves it");
 	free(a);
 	for (i = 0; i < 3; i++) {
 		static const size_t bytes[] = { 0, 100, (size_t)5 << 20 };
 
 		p = mem_aligned(bytes[i], &e);
-		ok(p && (uintptr_t)p % (i == 2 ? (uintptr_t)2 << 20 : 64) == 0, "%zu bytes are aligned", bytes[i]);
+		ok(p && (uintptr_t)p % (i == 2 ? (uintptr_t)2 << 20 : 64) == 0,
+		   "%zu bytes are aligned", bytes[i]);
 		free(p);
 	}
 	p = mem_printf(&e, "%s-%d", "a", 7);
@@ -124,7 +131,8 @@ static void test_text(void)
 	ok(t.len == 6 && !memcmp(t.s, "a\0b...", 7), "bytes with a NUL, padded");
 	text_pad(&t, '.', SIZE_MAX - 1);
 	text_add(&t, "more");
-	ok(t.failed && t.len == 6 && text_ok(&t, &e) && e.code == EXIT_FAILED, "a failed append is remembered");
+	ok(t.failed && t.len == 6 && text_ok(&t, &e) && e.code == EXIT_FAILED,
+	   "a failed append is remembered");
 	text_clear(&t);
 	is_int(text_ok(&t, &e), 0, "clear forgets it");
 	text_release(&t);
@@ -137,8 +145,17 @@ static void test_bytes(void)
 		double bytes;
 		const char *want;
 	} t[] = {
-		{ 0, "0 B" }, { 17, "17 B" }, { 1023, "1023 B" }, { 1024, "1.00 KiB" }, { 1536, "1.50 KiB" }, { 12.0 * 1048576, "12.0 MiB" },
-		{ 10234, "9.99 KiB" }, { 10239, "10.0 KiB" }, { 102390, "100 KiB" }, { 1048575, "1.00 MiB" }, { 1.5 * 1073741824, "1.50 GiB" },
+		{ 0, "0 B" },
+		{ 17, "17 B" },
+		{ 1023, "1023 B" },
+		{ 1024, "1.00 KiB" },
+		{ 1536, "1.50 KiB" },
+		{ 12.0 * 1048576, "12.0 MiB" },
+		{ 10234, "9.99 KiB" },
+		{ 10239, "10.0 KiB" },
+		{ 102390, "100 KiB" },
+		{ 1048575, "1.00 MiB" },
+		{ 1.5 * 1073741824, "1.50 GiB" },
 	};
 	size_t i;
 
@@ -156,9 +173,12 @@ static void test_digest(void)
 	static const struct {
 		const char *s, *xxh, *sha;
 	} t[] = {
-		{ "", "99aa06d3014798d86001c324468d497f", "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855" },
-		{ "a", "a96faf705af16834e6c632b61e964e1f", "ca978112ca1bbdcafac231b39a23dc4da786eff8147c4e72b9807785afee48bb" },
-		{ "abc", "06b05ab6733a618578af5f94892f3950", "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad" },
+		{ "", "99aa06d3014798d86001c324468d497f",
+		  "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855" },
+		{ "a", "a96faf705af16834e6c632b61e964e1f",
+		  "ca978112ca1bbdcafac231b39a23dc4da786eff8147c4e72b9807785afee48bb" },
+		{ "abc", "06b05ab6733a618578af5f94892f3950",
+		  "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad" },
 		{ "abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq", NULL,
 		  "248d6a61d20638b8e5c026930c3e6039a33ce45964ff2167f6ecedd419db06c1" },
 	};

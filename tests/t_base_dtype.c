@@ -23,7 +23,8 @@ static double value_f16(uint16_t h)
 {
 	int exponent = h >> 10 & 31, mantissa = h & 1023;
 	double v = exponent == 31 ? (mantissa ? NAN : INFINITY)
-		 : exponent ? ldexp(1024 + mantissa, exponent - 25) : ldexp(mantissa, -24);
+		   : exponent     ? ldexp(1024 + mantissa, exponent - 25)
+				  : ldexp(mantissa, -24);
 
 	return h & 0x8000 ? -v : v;
 }
@@ -50,14 +51,19 @@ static void test_f16_codes(void)
 	is_int(bad_nan, 0, "each NaN stays one, quiet, with its sign and payload");
 }
 
-/* Between each two neighbours: the middle goes to the even one, a step to either side to the nearer one. */
-static void test_ties(const char *name, unsigned infinity, double (*value)(uint16_t), uint16_t (*round)(float))
+/*
+ * Between each two neighbours: the middle goes to the even one, a step to either side to the nearer
+ * one.
+ */
+static void test_ties(const char *name, unsigned infinity, double (*value)(uint16_t),
+		      uint16_t (*round)(float))
 {
 	int bad = 0;
 	unsigned h;
 
 	for (h = 0; h < infinity; h++) {
-		double up = h + 1 == infinity ? 2 * value((uint16_t)h) - value((uint16_t)(h - 1)) : value((uint16_t)(h + 1));
+		double up = h + 1 == infinity ? 2 * value((uint16_t)h) - value((uint16_t)(h - 1))
+					      : value((uint16_t)(h + 1));
 		float middle = (float)((value((uint16_t)h) + up) / 2);
 		uint16_t even = (uint16_t)(h & 1 ? h + 1 : h), next = (uint16_t)(h + 1);
 
@@ -80,12 +86,28 @@ static void test_edges(void)
 		float f;
 		uint16_t f16, bf16;
 	} t[] = {
-		{ 0, 0, 0 }, { -0.0f, 0x8000, 0x8000 }, { 1, 0x3c00, 0x3f80 }, { -2, 0xc000, 0xc000 },
-		{ 65504, 0x7bff, 0x4780 }, { 65519.996f, 0x7bff, 0x4780 }, { 65520, 0x7c00, 0x4780 }, { 3e38f, 0x7c00, 0x7f62 },
-		{ 3.4028235e38f, 0x7c00, 0x7f80 }, { INFINITY, 0x7c00, 0x7f80 }, { -INFINITY, 0xfc00, 0xff80 },
-		{ 0x1p-24f, 1, 0x3380 }, { 0x1p-25f, 0, 0x3300 }, { 0x1.000002p-25f, 1, 0x3300 }, { 0x1.8p-24f, 2, 0x33c0 },
-		{ 0x1p-14f, 0x400, 0x3880 }, { 0x1.ff8p-15f, 0x3ff, 0x3880 }, { 1e-45f, 0, 0 }, { 0x1p-133f, 0, 1 },
-		{ 1.0009766f, 0x3c01, 0x3f80 }, { 1.00390625f, 0x3c04, 0x3f80 }, { 1.01171875f, 0x3c0c, 0x3f82 },
+		{ 0, 0, 0 },
+		{ -0.0f, 0x8000, 0x8000 },
+		{ 1, 0x3c00, 0x3f80 },
+		{ -2, 0xc000, 0xc000 },
+		{ 65504, 0x7bff, 0x4780 },
+		{ 65519.996f, 0x7bff, 0x4780 },
+		{ 65520, 0x7c00, 0x4780 },
+		{ 3e38f, 0x7c00, 0x7f62 },
+		{ 3.4028235e38f, 0x7c00, 0x7f80 },
+		{ INFINITY, 0x7c00, 0x7f80 },
+		{ -INFINITY, 0xfc00, 0xff80 },
+		{ 0x1p-24f, 1, 0x3380 },
+		{ 0x1p-25f, 0, 0x3300 },
+		{ 0x1.000002p-25f, 1, 0x3300 },
+		{ 0x1.8p-24f, 2, 0x33c0 },
+		{ 0x1p-14f, 0x400, 0x3880 },
+		{ 0x1.ff8p-15f, 0x3ff, 0x3880 },
+		{ 1e-45f, 0, 0 },
+		{ 0x1p-133f, 0, 1 },
+		{ 1.0009766f, 0x3c01, 0x3f80 },
+		{ 1.00390625f, 0x3c04, 0x3f80 },
+		{ 1.01171875f, 0x3c0c, 0x3f82 },
 	};
 	size_t i;
 
@@ -93,8 +115,10 @@ static void test_edges(void)
 		is_int(dtype_f32_to_f16(t[i].f), t[i].f16, "%a as F16", t[i].f);
 		is_int(dtype_f32_to_bf16(t[i].f), t[i].bf16, "%a as BF16", t[i].f);
 	}
-	ok(isnan(dtype_bf16_to_f32(dtype_f32_to_bf16(f32_of(0x7f800001)))), "a NaN with low bits only stays one in BF16");
-	ok(isnan(dtype_f16_to_f32(dtype_f32_to_f16(f32_of(0xff800001)))), "a NaN with low bits only stays one in F16");
+	ok(isnan(dtype_bf16_to_f32(dtype_f32_to_bf16(f32_of(0x7f800001)))),
+	   "a NaN with low bits only stays one in BF16");
+	ok(isnan(dtype_f16_to_f32(dtype_f32_to_f16(f32_of(0xff800001)))),
+	   "a NaN with low bits only stays one in F16");
 }
 
 #define N 1021
@@ -129,7 +153,9 @@ static void test_convert(enum dtype from, enum dtype to)
 		if (to == from && from == DT_BF16)
 			want = h;
 		if (isnan(f))
-			bad += to == DT_F32 ? !isnan(g) : to == DT_F16 ? !isnan(dtype_f16_to_f32(got)) : !isnan(dtype_bf16_to_f32(got));
+			bad += to == DT_F32   ? !isnan(g)
+			       : to == DT_F16 ? !isnan(dtype_f16_to_f32(got))
+					      : !isnan(dtype_bf16_to_f32(got));
 		else
 			bad += to == DT_F32 ? memcmp(&f, &g, 4) != 0 : got != want;
 	}
@@ -167,15 +193,18 @@ static void test_names(void)
 		const char *name;
 		enum dtype dtype;
 	} t[] = {
-		{ "fp32", DT_F32 }, { "float32", DT_F32 }, { "torch.float32", DT_F32 }, { "bf16", DT_BF16 }, { "bfloat16", DT_BF16 },
-		{ "torch.bfloat16", DT_BF16 }, { "fp16", DT_F16 }, { "float16", DT_F16 }, { "half", DT_F16 },
-		{ "fp8", DT_NONE }, { "", DT_NONE }, { "bf1", DT_NONE }, { "bf166", DT_NONE },
+		{ "fp32", DT_F32 },   { "float32", DT_F32 },   { "torch.float32", DT_F32 },
+		{ "bf16", DT_BF16 },  { "bfloat16", DT_BF16 }, { "torch.bfloat16", DT_BF16 },
+		{ "fp16", DT_F16 },   { "float16", DT_F16 },   { "half", DT_F16 },
+		{ "fp8", DT_NONE },   { "", DT_NONE },         { "bf1", DT_NONE },
+		{ "bf166", DT_NONE },
 	};
 	size_t i;
 	int d;
 
 	for (d = DT_NONE + 1; d < DT_COUNT; d++)
-		is_int(dtype_from_name(dtype_name((enum dtype)d)), d, "%s names itself", dtype_name((enum dtype)d));
+		is_int(dtype_from_name(dtype_name((enum dtype)d)), d, "%s names itself",
+		       dtype_name((enum dtype)d));
 	is_int(dtype_from_name("F4"), DT_NONE, "F4 is unknown");
 	is_int(dtype_from_name("none"), DT_NONE, "\"none\" is no dtype");
 	for (i = 0; i < sizeof t / sizeof t[0]; i++)

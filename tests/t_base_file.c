@@ -66,34 +66,45 @@ static void test_read(void)
 	put(at("five"), "12345");
 	is_int(file_read_all(at("five"), 5, &t, &e), 0, "a file of 5 bytes with a limit of 5");
 	is_str(t.s, "12345", "its text");
-	ok(file_read_all(at("five"), 4, &t, &e) && e.code == EXIT_REFUSED, "a limit of 4 refuses it: %s", e.text);
+	ok(file_read_all(at("five"), 4, &t, &e) && e.code == EXIT_REFUSED,
+	   "a limit of 4 refuses it: %s", e.text);
 	e = (struct err)ERR_INIT;
 	put(at("empty"), "");
 	is_int(file_read_all(at("empty"), 0, &t, &e), 0, "an empty file");
 	is_str(t.s, "", "is an empty string");
-	ok(file_read_all(at("none"), 9, &t, &e) && e.code == EXIT_REFUSED && strstr(e.text, "No such file"), "%s", e.text);
+	ok(file_read_all(at("none"), 9, &t, &e) && e.code == EXIT_REFUSED &&
+		   strstr(e.text, "No such file"),
+	   "%s", e.text);
 	e = (struct err)ERR_INIT;
-	ok(file_read_all(dir, 9, &t, &e) && e.code == EXIT_REFUSED && strstr(e.text, "directory"), "%s", e.text);
+	ok(file_read_all(dir, 9, &t, &e) && e.code == EXIT_REFUSED && strstr(e.text, "directory"),
+	   "%s", e.text);
 	e = (struct err)ERR_INIT;
-	ok(file_open(dir, &e) < 0 && e.code == EXIT_REFUSED && strstr(e.text, "directory"), "%s", e.text);
+	ok(file_open(dir, &e) < 0 && e.code == EXIT_REFUSED && strstr(e.text, "directory"), "%s",
+	   e.text);
 	e = (struct err)ERR_INIT;
 	mkfifo(at("fifo"), 0666);
-	ok(file_open(at("fifo"), &e) < 0 && e.code == EXIT_REFUSED && strstr(e.text, "regular"), "a FIFO is refused at once");
+	ok(file_open(at("fifo"), &e) < 0 && e.code == EXIT_REFUSED && strstr(e.text, "regular"),
+	   "a FIFO is refused at once");
 	e = (struct err)ERR_INIT;
 	fd = file_open(at("five"), &e);
 	ok(fd >= 0 && fcntl(fd, F_GETFD) & FD_CLOEXEC, "descriptors are close-on-exec");
 	ok(!file_pread(fd, "five", buf, 3, 2, &e) && !memcmp(buf, "345", 3), "3 bytes at 2");
-	ok(file_pread(fd, "five", buf, 3, 3, &e) && e.code == EXIT_REFUSED && strstr(e.text, "ends early"), "%s", e.text);
+	ok(file_pread(fd, "five", buf, 3, 3, &e) && e.code == EXIT_REFUSED &&
+		   strstr(e.text, "ends early"),
+	   "%s", e.text);
 	e = (struct err)ERR_INIT;
 	ok(file_pread(fd, "five", buf, 1, UINT64_MAX, &e) && e.code == EXIT_REFUSED, "%s", e.text);
 	e = (struct err)ERR_INIT;
 	ok(file_pwrite(fd, "five", buf, 1, 0, &e) && e.code == EXIT_FAILED, "%s", e.text);
 	close(fd);
 	e = (struct err)ERR_INIT;
-	ok(!file_size(at("five"), &size, &mtime, &e) && size == 5 && mtime > (int64_t)1500000000 * 1000000000, "size and time");
+	ok(!file_size(at("five"), &size, &mtime, &e) && size == 5 &&
+		   mtime > (int64_t)1500000000 * 1000000000,
+	   "size and time");
 	ok(file_size(dir, &size, NULL, &e) && e.code == EXIT_REFUSED, "%s", e.text);
 	ok(file_exists(at("five")) && !file_exists(at("none")) && file_exists(dir), "exists");
-	ok(!file_is_dir(at("five")) && !file_is_dir(at("none")) && file_is_dir(dir), "is a directory");
+	ok(!file_is_dir(at("five")) && !file_is_dir(at("none")) && file_is_dir(dir),
+	   "is a directory");
 	text_release(&t);
 }
 
@@ -102,7 +113,8 @@ static void test_paths(void)
 	static const struct {
 		const char *dir, *name, *want;
 	} t[] = {
-		{ "a", "b", "a/b" }, { "a/", "b", "a/b" }, { "/", "b", "/b" }, { "", "b", "b" }, { "a", "/b", "/b" }, { ".", "b", "./b" },
+		{ "a", "b", "a/b" }, { "a/", "b", "a/b" }, { "/", "b", "/b" },
+		{ "", "b", "b" },    { "a", "/b", "/b" },  { ".", "b", "./b" },
 	};
 	struct err e = ERR_INIT;
 	size_t i;
@@ -113,10 +125,13 @@ static void test_paths(void)
 		is_str(s, t[i].want, "'%s' and '%s'", t[i].dir, t[i].name);
 		free(s);
 	}
-	ok(!file_mkdir_p(at("p/q/r"), &e) && file_is_dir(at("p/q/r")), "directories and their parents");
+	ok(!file_mkdir_p(at("p/q/r"), &e) && file_is_dir(at("p/q/r")),
+	   "directories and their parents");
 	is_int(file_mkdir_p(at("p/q/r/"), &e), 0, "again, with a slash behind");
 	put(at("plain"), "");
-	ok(file_mkdir_p(at("plain/x"), &e) && e.code == EXIT_FAILED && strstr(e.text, "Not a directory"), "%s", e.text);
+	ok(file_mkdir_p(at("plain/x"), &e) && e.code == EXIT_FAILED &&
+		   strstr(e.text, "Not a directory"),
+	   "%s", e.text);
 	e = (struct err)ERR_INIT;
 	ok(file_mkdir_p(at("plain"), &e) && strstr(e.text, "Not a directory"), "%s", e.text);
 	e = (struct err)ERR_INIT;
@@ -137,16 +152,21 @@ static void test_publish(void)
 	ok(!file_new_open(&f, at("pub/out"), 3, &e), "a new file is open");
 	snprintf(tail, sizeof tail, ".3.%ld", (long)getpid());
 	tmp = strdup(f.tmp);
-	ok(!strncmp(strrchr(tmp, '/'), "/.out.tmp.", 10) && !strcmp(tmp + strlen(tmp) - strlen(tail), tail), "as %s", strrchr(tmp, '/'));
+	ok(!strncmp(strrchr(tmp, '/'), "/.out.tmp.", 10) &&
+		   !strcmp(tmp + strlen(tmp) - strlen(tail), tail),
+	   "as %s", strrchr(tmp, '/'));
 	ok(file_exists(tmp) && !file_exists(at("pub/out")), "under its temporary name only");
-	ok(file_new_open(&(struct file_new)FILE_NEW_INIT, at("pub/out"), 3, &e) && e.code == EXIT_FAILED && file_exists(tmp),
+	ok(file_new_open(&(struct file_new)FILE_NEW_INIT, at("pub/out"), 3, &e) &&
+		   e.code == EXIT_FAILED && file_exists(tmp),
 	   "a second one of the same name is refused: %s", e.text);
 	e = (struct err)ERR_INIT;
 	ok(!file_pwrite(f.fd, f.tmp, "hello", 5, 0, &e) && !file_new_publish(&f, &e), "published");
-	ok(!file_exists(tmp) && !file_read_all(at("pub/out"), 9, &t, &e), "under its own name only");
+	ok(!file_exists(tmp) && !file_read_all(at("pub/out"), 9, &t, &e),
+	   "under its own name only");
 	is_str(t.s, "hello", "whole");
 	umask(027);
-	ok(!file_publish(at("pub/out"), 0, "bye", 3, &e) && !stat(at("pub/out"), &st) && (st.st_mode & 0777) == 0640,
+	ok(!file_publish(at("pub/out"), 0, "bye", 3, &e) && !stat(at("pub/out"), &st) &&
+		   (st.st_mode & 0777) == 0640,
 	   "replaced; its mode is 0666 less umask");
 	umask(022);
 	file_new_abort(&f);
@@ -154,7 +174,9 @@ static void test_publish(void)
 
 	ok(!file_new_open(&f, at("pub/out"), 0, &e), "open again");
 	file_new_abort(&f);
-	ok(!file_read_all(at("pub/out"), 9, &t, &e) && !strcmp(t.s, "bye") && entries(at("pub")) == 1, "abort leaves the old file");
+	ok(!file_read_all(at("pub/out"), 9, &t, &e) && !strcmp(t.s, "bye") &&
+		   entries(at("pub")) == 1,
+	   "abort leaves the old file");
 
 	ok(file_new_open(&f, at("nowhere/out"), 0, &e) && e.code == EXIT_FAILED, "%s", e.text);
 	e = (struct err)ERR_INIT;
@@ -165,12 +187,16 @@ static void test_publish(void)
 
 	/* a temporary of an earlier process with our number */
 	put(tmp, "old");
-	ok(!file_new_open(&f, at("pub/out"), 3, &e) && !fstat(f.fd, &st) && st.st_size == 0, "an earlier namesake's remains are replaced");
+	ok(!file_new_open(&f, at("pub/out"), 3, &e) && !fstat(f.fd, &st) && st.st_size == 0,
+	   "an earlier namesake's remains are replaced");
 	file_new_abort(&f);
 
 	/* what NFS shows when a rename is sent twice */
-	ok(!file_new_open(&f, at("pub/twice"), 0, &e) && !rename(f.tmp, f.path) && !file_new_publish(&f, &e), "renamed already: success");
-	ok(!file_new_open(&f, at("pub/twice"), 0, &e) && !unlink(f.tmp) && file_new_publish(&f, &e) && e.code == EXIT_FAILED,
+	ok(!file_new_open(&f, at("pub/twice"), 0, &e) && !rename(f.tmp, f.path) &&
+		   !file_new_publish(&f, &e),
+	   "renamed already: success");
+	ok(!file_new_open(&f, at("pub/twice"), 0, &e) && !unlink(f.tmp) &&
+		   file_new_publish(&f, &e) && e.code == EXIT_FAILED,
 	   "gone: %s", e.text);
 	is_int(f.fd, -1, "a failed publication leaves nothing open");
 	free(tmp);
@@ -192,7 +218,8 @@ static void test_full(void)
 	setrlimit(RLIMIT_FSIZE, &small);
 	ok(file_publish(at("full/big"), 0, data, sizeof data, &e) && e.code == EXIT_FAILED, "cut");
 	setrlimit(RLIMIT_FSIZE, &old);
-	ok(strstr(e.text, "File too large") && entries(at("full")) == 0, "nothing is left: %s", e.text);
+	ok(strstr(e.text, "File too large") && entries(at("full")) == 0, "nothing is left: %s",
+	   e.text);
 	e = (struct err)ERR_INIT;
 	if (geteuid()) {
 		chmod(at("full"), 0500);
@@ -271,7 +298,9 @@ static void test_signal(void)
 	if (d)
 		closedir(d);
 	is_int(codes, 20, "a signal ends with exit 3");
-	ok(left <= 2, "temporaries are removed (%d of 60 and more left by the moment between two calls)", left);
+	ok(left <= 2,
+	   "temporaries are removed (%d of 60 and more left by the moment between two calls)",
+	   left);
 }
 
 static void test_abort_all(void)
@@ -288,7 +317,8 @@ static void test_abort_all(void)
 	ok(file_new_publish(&f, &e) && e.code == EXIT_FAILED, "%s", e.text);
 	file_new_abort(&g);
 	e = (struct err)ERR_INIT;
-	ok(file_publish(at("all/x"), 0, "x", 1, &e) && e.code == EXIT_FAILED && !entries(at("all")), "%s", e.text);
+	ok(file_publish(at("all/x"), 0, "x", 1, &e) && e.code == EXIT_FAILED && !entries(at("all")),
+	   "%s", e.text);
 }
 
 static void test_many(void)
@@ -350,7 +380,8 @@ static void test_sweep(void)
 	ok(file_exists(at(alive)) && file_exists(path), "those of living processes stay");
 	ok(file_exists(at(other)), "another host's stays");
 	is_int(file_sweep(at("sweep"), true, &e), 0, "swept with others'");
-	ok(!file_exists(at(other)) && file_exists(path) && file_exists(at(alive)), "now it is gone");
+	ok(!file_exists(at(other)) && file_exists(path) && file_exists(at(alive)),
+	   "now it is gone");
 	file_new_abort(&f);
 	is_int(entries(at("sweep")), 6, "files that only look like temporaries stay");
 	ok(file_sweep(at("none"), true, &e) && e.code == EXIT_REFUSED, "%s", e.text);
@@ -377,7 +408,9 @@ static void test_lock(void)
 	close(b);
 	is_int(file_lock(a, "lock", 1, FILE_EXCLUSIVE, false, &e), 0, "closing releases");
 	errno = 0;
-	ok(file_lock(ro, "lock", 5, FILE_EXCLUSIVE, false, &e) == -1 && e.code == EXIT_FAILED && errno == EBADF, "%s", e.text);
+	ok(file_lock(ro, "lock", 5, FILE_EXCLUSIVE, false, &e) == -1 && e.code == EXIT_FAILED &&
+		   errno == EBADF,
+	   "%s", e.text);
 	close(a);
 	close(ro);
 }
@@ -389,7 +422,8 @@ static void test_space(void)
 	int before = entries(dir);
 
 	is_int(file_space(dir, &s, &e), 0, "the space of a directory");
-	ok(s.block >= 512 && !(s.block & (s.block - 1)) && s.free > 0, "blocks of %" PRIu64 ", %" PRIu64 " free", s.block, s.free);
+	ok(s.block >= 512 && !(s.block & (s.block - 1)) && s.free > 0,
+	   "blocks of %" PRIu64 ", %" PRIu64 " free", s.block, s.free);
 	is_int(file_space(at("not/yet/there"), &deep, &e), 0, "of one that is not there yet");
 	ok(deep.block == s.block && deep.sparse == s.sparse, "is its parent's");
 	is_int(entries(dir), before, "the probe leaves nothing");
@@ -415,7 +449,7 @@ int main(void)
 	test_sweep();
 	test_lock();
 	test_space();
-	test_abort_all();	/* last: nothing can be made after it */
+	test_abort_all(); /* last: nothing can be made after it */
 	snprintf(command, sizeof command, "rm -rf '%s'", dir);
 	return system(command) ? 1 : tap_end();
 }

@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Every allocation of every base module fails once: an error must come back, with nothing crashed and nothing lost. */
+/*
+ * Every allocation of every base module fails once: an error must come back, with nothing crashed
+ * and nothing lost.
+ */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
 #endif
@@ -22,7 +25,8 @@
 #if defined __SANITIZE_ADDRESS__ || defined __SANITIZE_THREAD__
 #define SANITIZED 1
 #elif defined __has_feature
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer) || __has_feature(memory_sanitizer)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer) || \
+	__has_feature(memory_sanitizer)
 #define SANITIZED 1
 #endif
 #endif
@@ -43,7 +47,7 @@ extern void *__libc_calloc(size_t n, size_t size);
 extern void *__libc_realloc(void *p, size_t n);
 extern void __libc_free(void *p);
 
-static long countdown = -1;	/* fails when it reaches 0; negative: never */
+static long countdown = -1; /* fails when it reaches 0; negative: never */
 static long living;
 static bool failed;
 
@@ -90,7 +94,8 @@ static char path[] = "/tmp/dspark-oom.XXXXXX";
 
 static int do_json(struct err *e)
 {
-	static const char doc[] = "{\"a\":[1,2.5,\"x\\u00e9\",null],\"b\":{\"c\":true},\"big\":99999999999999999999}";
+	static const char doc[] =
+		"{\"a\":[1,2.5,\"x\\u00e9\",null],\"b\":{\"c\":true},\"big\":99999999999999999999}";
 	json_t *v = json_parse(doc, strlen(doc), "doc", e);
 	struct text t = TEXT_INIT;
 	int rc = -1;
@@ -108,7 +113,8 @@ static int do_json(struct err *e)
 
 static int do_yaml(struct err *e)
 {
-	static const char doc[] = "a: &x {b: 1, c: 1_0.5}\nd: {<<: [*x, {q: z}], e: [yes, ~, 0x1f, !!str 3]}\n? &k key\n: *k\n";
+	static const char doc[] =
+		"a: &x {b: 1, c: 1_0.5}\nd: {<<: [*x, {q: z}], e: [yes, ~, 0x1f, !!str 3]}\n? &k key\n: *k\n";
 	json_t *v = yaml_parse(doc, strlen(doc), "doc", e);
 
 	json_decref(v);
@@ -128,7 +134,8 @@ static int do_record(struct err *e)
 static int do_safetensors(struct err *e)
 {
 	struct st_tensor t[] = {
-		{ .name = "w", .dtype = DT_F32, .ndim = 1, .shape = { 4 } }, { .name = "v", .dtype = DT_U8, .ndim = 1, .shape = { 3 } },
+		{ .name = "w", .dtype = DT_F32, .ndim = 1, .shape = { 4 } },
+		{ .name = "v", .dtype = DT_U8, .ndim = 1, .shape = { 3 } },
 	};
 	json_t *meta = json_pack("{s:s}", "k", "v");
 	struct text out = TEXT_INIT;
@@ -196,12 +203,13 @@ int main(void)
 		const char *name;
 		int (*run)(struct err *e);
 	} t[] = {
-		{ "json", do_json }, { "yaml", do_yaml }, { "record", do_record }, { "safetensors", do_safetensors }, { "file", do_file },
-		{ "mem and digest", do_mem },
+		{ "json", do_json },     { "yaml", do_yaml },
+		{ "record", do_record }, { "safetensors", do_safetensors },
+		{ "file", do_file },     { "mem and digest", do_mem },
 	};
 	size_t i;
 
-	setvbuf(stdout, NULL, _IONBF, 0);	/* no buffer that comes later */
+	setvbuf(stdout, NULL, _IONBF, 0); /* no buffer that comes later */
 	close(mkstemp(path));
 	for (i = 0; i < sizeof t / sizeof t[0]; i++) {
 		long n, wrong = 0, lost = 0;
@@ -216,11 +224,13 @@ int main(void)
 			rc = t[i].run(&e);
 			countdown = -1;
 			if (living != before && lost++ < 10)
-				printf("# %s, allocation %ld: %ld blocks lost\n", t[i].name, n, living - before);
+				printf("# %s, allocation %ld: %ld blocks lost\n", t[i].name, n,
+				       living - before);
 			if (!failed)
 				break;
 			if (rc ? e.code != EXIT_FAILED : e.code != 0) {
-				printf("# %s, allocation %ld: returned %d, code %d: %s\n", t[i].name, n, rc, e.code, e.text);
+				printf("# %s, allocation %ld: returned %d, code %d: %s\n",
+				       t[i].name, n, rc, e.code, e.text);
 				wrong++;
 			}
 		}
