@@ -90,7 +90,7 @@ struct scan {
 	struct shard_head head;
 	struct faults *f;
 	struct digest *digest;
-	char *piece;			/* PIECE bytes or one position */
+	char *piece;			/* PIECE bytes, or one position, or a row if that is less */
 	int64_t *line;			/* [S] */
 	bool *real;			/* [S]: must not be zero */
 	const int64_t *ids;		/* [L] captured layers */
@@ -190,11 +190,9 @@ static int scan_states(struct scan *s, enum shard_tensor k, int64_t length)
 {
 	const struct geometry *g = &s->v->g;
 	size_t width = geometry_token_bytes(g, k);
-	int64_t step = (int64_t)(PIECE / width), i, n;
+	int64_t step = width < PIECE ? (int64_t)(PIECE / width) : 1, i, n;
 	struct tally bad = { 0 }, blank = { 0 }, pads = { 0 };
 
-	if (step < 1)
-		step = 1;
 	digest_reset(s->digest);
 	for (i = 0; i < length; i += n) {
 		n = length - i < step ? length - i : step;
@@ -247,11 +245,10 @@ static int64_t *layer_ids(const struct cache_view *v, struct err *e)
 static int scan_begin(struct scan *s, int64_t **ids, struct err *e)
 {
 	const struct geometry *g = &s->v->g;
-	size_t width = geometry_token_bytes(g, SHARD_STATES), last = geometry_token_bytes(g, SHARD_LAST);
+	size_t width = geometry_token_bytes(g, SHARD_STATES), row = width * (size_t)g->seq_length;
 
-	width = width > last ? width : last;
 	s->digest = digest_new(e);
-	s->piece = mem_aligned(width > PIECE ? width : PIECE, e);
+	s->piece = mem_aligned(row < PIECE ? row : width > PIECE ? width : PIECE, e);
 	s->line = mem_calloc((size_t)g->seq_length, sizeof *s->line, e);
 	s->real = mem_calloc((size_t)g->seq_length, sizeof *s->real, e);
 	s->ids = *ids = layer_ids(s->v, e);

@@ -90,7 +90,7 @@ static int row_figures(const struct show *s, const struct shard_head *h, enum sh
 {
 	const struct geometry *g = &s->v.g;
 	size_t width = geometry_token_bytes(g, k);
-	int64_t step = (int64_t)(PIECE / width) ? (int64_t)(PIECE / width) : 1, layers = k == SHARD_STATES ? g->nids : 1;
+	int64_t step = width < PIECE ? (int64_t)(PIECE / width) : 1, layers = k == SHARD_STATES ? g->nids : 1;
 	void *raw = mem_aligned((size_t)step * width, e);
 	float *x = mem_aligned((size_t)(step * layers * g->hidden) * sizeof *x, e);
 	int64_t i, n, p;

@@ -5,7 +5,7 @@
 # shellcheck source=tests/tap.sh
 . "${top_srcdir:?run it by make check}/tests/tap.sh"
 
-make=$top_builddir/tests/make_cache
+make=${top_builddir:?run it by make check}/tests/make_cache
 shape="rows=10 seq=16 shard=4 hidden=8 ids=2 vocab=50 dtype=fp32 seed=5"
 
 # make_cache DIR KEY=VALUE...: of the shape above

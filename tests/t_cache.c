@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -18,6 +19,24 @@
 #include "tap.h"
 #include "text.h"
 #include "vouch.h"
+
+/* The system's fcntl, or a file system's that has no locks. */
+static int no_locks;
+
+int fcntl(int fd, int cmd, ...)
+{
+	va_list ap;
+	void *arg;
+
+	va_start(ap, cmd);
+	arg = va_arg(ap, void *);
+	va_end(ap);
+	if (no_locks && (cmd == F_OFD_SETLK || cmd == F_OFD_SETLKW)) {
+		errno = no_locks;
+		return -1;
+	}
+	return (int)syscall(SYS_fcntl, fd, cmd, arg);
+}
 
 static char root[] = "/tmp/dspark-t_cache.XXXXXX";
 
@@ -482,6 +501,44 @@ static void test_processes(void)
 	close(ready[1]);
 }
 
+static const char *in(const char *dir, const char *name)
+{
+	char both[128];
+
+	snprintf(both, sizeof both, "%s/%s", dir, name);
+	return at(both);
+}
+
+/* Any order of openers is harmless where nothing can be locked. */
+static void test_no_locks(const char *dir, int number)
+{
+	static const char left[] = ".shard-000001.safetensors.tmp.elsewhere.0.1";
+	struct cache a = CACHE_INIT, b = CACHE_INIT, idle = CACHE_INIT;
+	struct err e = ERR_INIT;
+	struct stat before, after;
+
+	no_locks = number;
+	log_level(-1);
+	ok(!open_cache(&a, at(dir), &small, "plan", true, &e) && !a.lock.works, "no locks (%s): opens: %s", strerror(number), e.text);
+	ok(!write_shard(&a, 0, &e) && !write_shard(&a, 2, &e), "writes");
+	put(in(dir, left), "");
+	ok(!open_cache(&b, at(dir), &small, "another", true, &e), "so does another: %s", e.text);
+	is_int(count_files(at(dir), ".tmp."), 1, "and sweeps nothing that may be alive");
+	unlink(in(dir, left));
+	ok(!write_shard(&b, 1, &e) && !write_shard(&b, 2, &e) && !write_shard(&a, 1, &e), "all publish the same bytes");
+	cache_close(&b);
+	ok(!merge(at(dir), &e) && complete(at(dir)), "merge: %s", e.text);
+	stat(in(dir, "target_weights.safetensors"), &before);
+	ok(!open_cache(&idle, at(dir), &small, "plan", false, &e) && complete(at(dir)), "who has nothing to write leaves it complete");
+	stat(in(dir, "target_weights.safetensors"), &after);
+	ok(before.st_ino == after.st_ino, "target weights are left alone");
+	cache_close(&idle);
+	cache_close(&a);
+	is_int((int64_t)size_of(in(dir, ".dspark.lock")), 0, "the lock file stays empty");
+	log_level(0);
+	no_locks = 0;
+}
+
 static void test_allocation(void)
 {
 	static const struct geometry shapes[] = {
@@ -554,6 +611,8 @@ int main(void)
 	test_opening();
 	test_strangers();
 	test_processes();
+	test_no_locks("n1", ENOLCK);
+	test_no_locks("n2", EOPNOTSUPP);
 	test_allocation();
 	test_values();
 	snprintf(command, sizeof command, "rm -rf %s", root);
