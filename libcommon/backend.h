@@ -6,7 +6,8 @@
  * Vocabulary: T tokens of a chunk, H hidden, N out features, K in features, D width of a head, E experts, k slots per token.
  *
  * Verbs return nothing and may run later: the first failure is kept in device.err, makes every later verb of the device a
- * no-op as far as results go, and is reported by sync. Models call nothing but verbs and never look into tensor memory.
+ * no-op as far as results go, and is reported by sync. Models call nothing but verbs and never look into tensor memory. Arguments by
+ * pointer are read before a verb returns. Memory of a verb's own that grows with T is an argument, taken from scratch.
  *
  * Number rules. Products multiply operands of the compute dtype and accumulate in F32. Everything else computes in F32 whatever its operands are stored as
  * and rounds once when it stores. Products run in fixed tiles, so the result of a row of x does not depend on the other rows of the chunk, on its
@@ -56,6 +57,16 @@ enum weight_use {
 /* In which dtype a weight takes part (DESIGN section 4). */
 enum weight_unit { WEIGHT_BULK /* compute dtype */, WEIGHT_FP32, WEIGHT_RAW /* integers */ };
 
+/* Packed storage: codes in blocks of block_rows x block_cols that share a scale (blocks are indexed by global row and column). */
+struct quant {
+	enum { CODE_F8_E4M3, CODE_MXFP4, CODE_INT4 } code;
+	int block_rows, block_cols;
+	enum dtype scale;		/* DT_F32, DT_BF16, DT_F8_E8M0 (value 2^(byte-127)), DT_U8 (the same bytes under another tag) */
+	const char *codes_suffix;	/* replaces ".weight" in the name of the codes, NULL = the name itself */
+	const char *scale_suffix;	/* replaces ".weight" in the name of the scales: ".weight_scale_inv", ".scale" */
+	bool zero_scale_is_zero;	/* scale byte 0 means 0, not 2^-127 */
+};
+
 /*
  * A weight as the model sees it: [count, rows, cols], out features first; a vector is [1, n, 1]. `count` > 1 are the experts held.
  * The fields up to `quant` are set by binding, `handle` belongs to the backend: NULL while the weight is not in device memory.
@@ -65,7 +76,7 @@ struct weight {
 	enum weight_use use;
 	enum weight_unit unit;
 	enum dtype stored;		/* dtype in the checkpoint */
-	const struct quant *quant;	/* packed storage, NULL = plain (model.h) */
+	const struct quant *quant;	/* packed storage, NULL = plain */
 	void *handle;
 };
 
@@ -215,5 +226,8 @@ struct device {
 
 /* Bytes that `w` takes in device memory under a compute dtype, packing included: an upper bound that every backend keeps. */
 uint64_t weight_bytes(const struct weight *w, enum dtype compute);
+
+/* The device whose verbs do nothing, for measuring what a model's own code takes from scratch. A new verb is added here too. */
+extern const struct backend backend_measure;
 
 #endif

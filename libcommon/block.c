@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Shared parts of layers. Scratch is a stack: what a part takes it gives back, except what the routed experts still need. */
+/* Shared parts of layers. Scratch is a stack: what a part takes it gives back. */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
 #endif
@@ -29,7 +29,7 @@ void block_gqa(struct chunk *c, struct tensor x, struct tensor h, const struct g
 		be->rope(c->dev, q, a->heads, g->rope, c->pos);
 		be->rope(c->dev, k, a->kv_heads, g->rope, c->pos);
 	}
-	be->attention(c->dev, out, q, k, v, a, c->piece, c->npieces);
+	be->attention(c->dev, out, q, chunk_keys(c, k), chunk_keys(c, v), a, c->piece, c->npieces);
 	be->matmul(c->dev, x, out, g->o, g->o_bias, true);
 	scratch_release(c, mark);
 }
@@ -54,22 +54,14 @@ void block_mlp(struct chunk *c, struct tensor x, struct tensor h, const struct w
 	scratch_release(c, mark);
 }
 
-void block_route(struct chunk *c, struct tensor h, const struct weight *router, const struct router *r,
-		 const struct experts *experts)
+void block_route(struct chunk *c, struct tensor h, const struct weight *router, const struct router *r)
 {
 	const struct backend *be = c->dev->be;
-	struct routed *out = &c->routed;
-	uint64_t mark;
-	struct tensor logits;
+	uint64_t mark = scratch_mark(c);
+	struct tensor logits = scratch(c, DT_F32, c->tokens, r->experts);
 
-	out->experts = *experts;
-	out->input = h;
-	out->ids = scratch(c, DT_I32, c->tokens, r->k);
-	out->weights = scratch(c, DT_F32, c->tokens, r->k);
-	mark = scratch_mark(c);
-	logits = scratch(c, DT_F32, c->tokens, r->experts);
 	be->matmul(c->dev, logits, h, router, NULL, false);
-	be->route(c->dev, out->ids, out->weights, logits, r);
+	be->route(c->dev, c->routed.ids, c->routed.weights, logits, r);
 	scratch_release(c, mark);
 }
 

@@ -26,9 +26,8 @@ void block_gqa(struct chunk *c, struct tensor x, struct tensor h, const struct g
 void block_mlp(struct chunk *c, struct tensor x, struct tensor h, const struct weight *gate_up, const struct weight *down,
 	       const struct act *act);
 
-/* Routed experts: router product in F32 and the choice; fills c->routed. h stays in use until finish. */
-void block_route(struct chunk *c, struct tensor h, const struct weight *router, const struct router *r,
-		 const struct experts *experts);
+/* Router product in F32 and the choice: ids and weights of c->routed from h [T,H], which need not be the experts' input. */
+void block_route(struct chunk *c, struct tensor h, const struct weight *router, const struct router *r);
 
 /*
  * Inverse frequencies, F32 as the reference computes them: theta^(-2j/width), j < width/2, then scaling. `params` is the config's

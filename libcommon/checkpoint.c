@@ -568,6 +568,7 @@ int checkpoint_open(struct checkpoint *c, const char *dir, bool estimate, struct
 	index = read_index(c, e);
 	if (index >= 0 && (!index || !find_files(c, estimate, e)))
 		rc = read_files(c, !index, estimate, e);
+	c->catalogue.partial = c->partial;
 out:
 	if (rc)
 		checkpoint_release(c);

@@ -63,9 +63,7 @@ static int window_alloc(struct window *w, struct forward *f, struct err *e)
 	memset(w, 0, sizeof *w);
 	w->f = f;
 	for (int i = 0; i < f->target->ncarry; i++) {
-		const struct carry_spec *c = &f->target->carry[i];
-
-		w->carry[i] = d->be->alloc(d, (most / (size_t)c->ratio + 1) * (size_t)c->width * dtype_size(c->dtype), e);
+		w->carry[i] = d->be->alloc(d, carry_bytes(&f->target->carry[i], f->plan->window_most, d->compute), e);
 		if (!w->carry[i])
 			return -1;
 	}
@@ -145,16 +143,13 @@ static struct chunk open_chunk(struct window *w, const struct part *p)
 {
 	struct forward *f = w->f;
 	struct chunk c = {
-		.dev = f->dev, .tokens = p->tokens, .npieces = (int)p->n, .piece = p->piece,
+		.dev = f->dev, .tokens = p->tokens, .keys = p->tokens, .npieces = (int)p->n, .piece = p->piece,
 		.ids = { w->ids + p->begin, DT_I32, p->tokens, 1, 1 }, .pos = { w->pos + p->begin, DT_I32, p->tokens, 1, 1 },
 		.scratch = { w->scratch, f->plan->scratch_bytes, 0, 0 },
 	};
 
-	for (int i = 0; i < f->target->ncarry; i++) {
-		const struct carry_spec *s = &f->target->carry[i];
-
-		c.carry[i] = tensor_rows((struct tensor){ w->carry[i], s->dtype, p->tokens, s->width, s->width }, p->begin, p->tokens);
-	}
+	for (int i = 0; i < f->target->ncarry; i++)
+		c.carry[i] = carry_view(&f->target->carry[i], w->carry[i], p->begin, p->tokens, f->dev->compute);
 	return c;
 }
 
@@ -191,12 +186,22 @@ static void run_embed(struct window *w, const struct part *p)
 	capture_ids(w, p, &c, TAP_EMBED, -1);
 }
 
-static void run_experts(struct target *t, int layer, struct chunk *c)
+/* Room for what goes to the experts and back; then the layer up to the router, all its experts, and what follows. */
+static void run_routed(struct target *t, int layer, const struct routing *r, struct chunk *c)
 {
-	struct routed *r = &c->routed;
+	struct routed *x = &c->routed;
+	uint64_t mark;
 
-	r->sum = scratch(c, DT_F32, c->tokens, r->experts.down->rows);
-	c->dev->be->experts(c->dev, r->sum, r->input, r->ids, r->weights, &r->experts, false);
+	x->input = scratch(c, c->dev->compute, c->tokens, r->in);
+	x->ids = scratch(c, DT_I32, c->tokens, r->k);
+	x->weights = scratch(c, DT_F32, c->tokens, r->k);
+	x->sum = scratch(c, DT_F32, c->tokens, r->out);
+	mark = scratch_mark(c);
+	t->model->layer(t, layer, c);
+	scratch_release(c, mark);
+	x->experts.first = 0;
+	x->experts.count = r->experts;
+	c->dev->be->experts(c->dev, x->sum, x->input, x->ids, x->weights, &x->experts, false);
 	t->model->finish(t, layer, c);
 }
 
@@ -204,15 +209,17 @@ static void run_layer(struct window *w, const struct part *p, int layer)
 {
 	struct target *t = w->f->target;
 	struct chunk c = open_chunk(w, p);
+	struct routing r;
 
 	if (t->model->pre) {
 		t->model->pre(t, layer, &c);
 		capture_ids(w, p, &c, TAP_PRE, layer);
 		c.scratch.used = 0;
 	}
-	t->model->layer(t, layer, &c);
-	if (t->model->routed && t->model->routed(t, layer))
-		run_experts(t, layer, &c);
+	if (t->model->routed && t->model->routed(t, layer, &r))
+		run_routed(t, layer, &r, &c);
+	else
+		t->model->layer(t, layer, &c);
 	c.scratch.used = 0;
 	capture_ids(w, p, &c, TAP_LAYER, layer);
 }
@@ -273,7 +280,7 @@ static int run_window(struct window *w, int64_t first, int64_t n, struct err *e)
 {
 	struct forward *f = w->f;
 
-	if (window_begin(w, first, n, e) || acquire(w, UNIT_EMBED, -1, e))
+	if (window_begin(w, first, n, e) || acquire(w, UNIT_ALWAYS, -1, e) || acquire(w, UNIT_EMBED, -1, e))
 		return -1;
 	for (size_t i = 0; i < w->nparts; i++)
 		run_embed(w, &w->part[i]);

@@ -38,13 +38,17 @@ static int size_weight(struct weight_walk *w, const struct weight_spec *s, struc
 {
 	struct sizer *z = (struct sizer *)w;
 	struct weight shape = { .count = s->count, .rows = s->rows, .cols = s->cols, .use = s->use, .unit = s->kind };
+	struct weight_storage storage;
 
-	if (weight_resolve(s, z->catalogue, &shape.stored, NULL, NULL, e))
+	if (weight_resolve(s, z->catalogue, &storage, NULL, NULL, e))
 		return -1;
+	shape.stored = storage.stored;
+	shape.quant = storage.quant;
+	if (shape.stored == DT_NONE)
+		shape.count = 0;
 	*s->field = shape;
-	if (s->unit == UNIT_EXPORT || (shape.stored == DT_NONE && !s->derived))
-		return 0;
-	z->bytes += weight_bytes(&shape, z->compute);
+	if (s->unit != UNIT_EXPORT && shape.count)
+		z->bytes += weight_bytes(&shape, z->compute);
 	return 0;
 }
 
@@ -58,68 +62,59 @@ int layout_weight_bytes(struct target *t, const struct catalogue *c, enum dtype 
 	return 0;
 }
 
-/* Verbs that do nothing, so that a model's own code can be asked how much scratch it takes. */
-static void no_rows(struct device *d, struct tensor o, const struct weight *w, struct tensor i) { (void)d, (void)o, (void)w, (void)i; }
-static void no_matmul(struct device *d, struct tensor o, struct tensor x, const struct weight *w, const struct weight *b, bool a)
+/* Experts run with the chunk's tensors and an empty scratch, `layer` and `finish` with both. */
+static void measure_layer(struct target *t, int i, struct chunk *c)
 {
-	(void)d, (void)o, (void)x, (void)w, (void)b, (void)a;
-}
-static void no_norm(struct device *d, struct tensor o, struct tensor x, const struct weight *w, float eps, int64_t n)
-{
-	(void)d, (void)o, (void)x, (void)w, (void)eps, (void)n;
-}
-static void no_rope(struct device *d, struct tensor x, int h, const struct rope *r, struct tensor p) { (void)d, (void)x, (void)h, (void)r, (void)p; }
-static void no_attention(struct device *d, struct tensor o, struct tensor q, struct tensor k, struct tensor v, const struct attention *a,
-			 const struct piece *p, int n)
-{
-	(void)d, (void)o, (void)q, (void)k, (void)v, (void)a, (void)p, (void)n;
-}
-static void no_gate(struct device *d, struct tensor o, struct tensor x, const struct act *a) { (void)d, (void)o, (void)x, (void)a; }
-static void no_add(struct device *d, struct tensor x, struct tensor y) { (void)d, (void)x, (void)y; }
-static void no_route(struct device *d, struct tensor i, struct tensor w, struct tensor l, const struct router *r)
-{
-	(void)d, (void)i, (void)w, (void)l, (void)r;
+	struct routing r;
+	uint64_t mark;
+
+	c->scratch.used = 0;
+	if (t->model->pre)
+		t->model->pre(t, i, c);
+	c->scratch.used = 0;
+	if (!t->model->routed || !t->model->routed(t, i, &r)) {
+		t->model->layer(t, i, c);
+		return;
+	}
+	c->routed.input = scratch(c, c->dev->compute, c->tokens, r.in);
+	c->routed.ids = scratch(c, DT_I32, c->tokens, r.k);
+	c->routed.weights = scratch(c, DT_F32, c->tokens, r.k);
+	c->routed.sum = scratch(c, DT_F32, c->tokens, r.out);
+	mark = scratch_mark(c);
+	t->model->layer(t, i, c);
+	scratch_release(c, mark);
+	t->model->finish(t, i, c);
 }
 
-static const struct backend measuring = {
-	.name = "measure", .rows = no_rows, .matmul = no_matmul, .norm = no_norm, .rope = no_rope, .attention = no_attention,
-	.gate = no_gate, .add = no_add, .route = no_route,
-};
-
-uint64_t layout_scratch_bytes(struct target *t, enum dtype compute, int64_t tokens)
+uint64_t layout_scratch_bytes(struct target *t, const int64_t *ids, int nids, enum dtype compute, int64_t tokens)
 {
-	struct device d = { .be = &measuring, .compute = compute };
+	struct device d = { .be = &backend_measure, .compute = compute };
 	struct piece whole = { .count = tokens, .length = tokens, .kv_count = tokens };
-	struct chunk c = { .dev = &d, .tokens = tokens, .npieces = 1, .piece = &whole };
+	struct chunk c = { .dev = &d, .tokens = tokens, .keys = tokens, .npieces = 1, .piece = &whole,
+			   .ids = { NULL, DT_I32, tokens, 1, 1 }, .pos = { NULL, DT_I32, tokens, 1, 1 } };
 
 	for (int i = 0; i < t->ncarry; i++)
-		c.carry[i] = (struct tensor){ NULL, t->carry[i].dtype, tokens, t->carry[i].width, t->carry[i].width };
+		c.carry[i] = carry_view(&t->carry[i], NULL, 0, tokens, compute);
 	t->model->embed(t, &c);
-	for (int i = 0; i < t->layers; i++) {
-		c.scratch.used = 0;
-		if (t->model->pre)
-			t->model->pre(t, i, &c);
-		c.scratch.used = 0;
-		t->model->layer(t, i, &c);
-		if (t->model->routed && t->model->routed(t, i)) {
-			c.routed.sum = scratch(&c, DT_F32, tokens, c.routed.experts.down->rows);
-			t->model->finish(t, i, &c);
-		}
-	}
+	for (int i = 0; i < t->layers; i++)
+		measure_layer(t, i, &c);
 	c.scratch.used = 0;
 	t->model->final(t, &c);
+	for (int i = 0; i < nids; i++) {
+		uint64_t mark = scratch_mark(&c);
+
+		t->model->captured(t, ids[i], &c);
+		scratch_release(&c, mark);
+	}
 	return c.scratch.peak;
 }
 
-uint64_t layout_carry_bytes(const struct target *t, int64_t tokens)
+uint64_t layout_carry_bytes(const struct target *t, enum dtype compute, int64_t tokens)
 {
 	uint64_t bytes = 0;
 
-	for (int i = 0; i < t->ncarry; i++) {
-		const struct carry_spec *c = &t->carry[i];
-
-		bytes += ((uint64_t)tokens / (uint64_t)c->ratio + 1) * (uint64_t)c->width * dtype_size(c->dtype);
-	}
+	for (int i = 0; i < t->ncarry; i++)
+		bytes += carry_bytes(&t->carry[i], tokens, compute);
 	return bytes + (uint64_t)tokens * 2 * sizeof(int32_t);	/* ids and positions */
 }
 
@@ -145,8 +140,8 @@ static int plan_memory(struct plan *p, struct target *target, const struct check
 	p->window_most = longest > p->window_tokens ? longest : p->window_tokens;
 	if (layout_weight_bytes(target, &c->catalogue, p->compute, &p->weight_bytes, e))
 		return -1;
-	p->scratch_bytes = layout_scratch_bytes(target, p->compute, p->chunk_most);
-	p->carry_bytes = layout_carry_bytes(target, p->window_most);
+	p->scratch_bytes = layout_scratch_bytes(target, p->ids, p->g.nids, p->compute, p->chunk_most);
+	p->carry_bytes = layout_carry_bytes(target, p->compute, p->window_most);
 	/* Two windows of captured states: one being filled, one being written. */
 	p->capture_bytes = 2 * (uint64_t)p->window_most * (uint64_t)(p->g.nids + 1) * (uint64_t)p->g.hidden * dtype_size(p->g.dtype);
 	if (!memory || plan_rank_bytes(p) <= memory)

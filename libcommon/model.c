@@ -120,7 +120,8 @@ struct weight_spec weight_vector(struct weight *field, enum unit_kind unit, int 
 struct resolver {
 	const struct weight_spec *spec;
 	const struct catalogue *catalogue;
-	enum dtype *stored;
+	struct weight_storage *out;
+	int found, absent;		/* parts */
 	int (*each)(void *ctx, const struct weight_source *src, struct err *e);
 	void *ctx;
 };
@@ -155,37 +156,46 @@ static int wrong_shape(const struct resolver *r, const struct entry *t, const in
 	return -1;
 }
 
-/* [lead.., rows, cols] with `lead` 1 or the expert count; dimensions of size 1 inside the columns are free ([n,1,4] is [n,4]). */
-static int check_shape(const struct resolver *r, const struct entry *t, int64_t lead, int64_t rows, struct err *e)
+/* Does the shape begin with `want` and have `cols` elements in what follows? Sizes of 1 among the columns are free ([n,1,4] is [n,4]). */
+static bool has_shape(const struct entry *t, const int64_t *want, int n, int64_t cols, bool vector)
+{
+	int64_t rest = 1;
+
+	if (t->ndim < n || (vector && t->ndim != n))
+		return false;
+	for (int i = 0; i < n; i++)
+		if (t->shape[i] != want[i])
+			return false;
+	for (int i = n; i < t->ndim; i++)
+		rest *= t->shape[i];
+	return rest == cols;
+}
+
+/* A part is [rows, cols]; a fused tensor [count, rows, cols] or [count * rows, cols]. */
+static int check_shape(const struct resolver *r, const struct entry *t, bool fused, int64_t rows, struct err *e)
 {
 	const struct weight_spec *s = r->spec;
-	int64_t want[3], cols = 1;
-	int n = 0, at = 0;
+	int64_t flat[2] = { fused ? s->count * rows : rows, s->cols }, stack[3] = { s->count, rows, s->cols };
 
-	if (lead > 1)
-		want[n++] = lead;
-	want[n++] = rows;
-	if (!s->vector)
-		want[n++] = s->cols;
-	for (; at < (lead > 1 ? 2 : 1); at++)
-		if (at >= t->ndim || t->shape[at] != want[at])
-			return wrong_shape(r, t, want, n, e);
-	for (; at < t->ndim; at++)
-		cols *= t->shape[at];
-	if (cols != s->cols || (s->vector && t->ndim != n))
-		return wrong_shape(r, t, want, n, e);
-	return 0;
+	if (t->ndim < 0 || has_shape(t, flat, 1, s->cols, s->vector) || (fused && has_shape(t, stack, 2, s->cols, s->vector)))
+		return 0;
+	if (fused && s->count > 1)
+		return wrong_shape(r, t, stack, s->vector ? 2 : 3, e);
+	return wrong_shape(r, t, flat, s->vector ? 1 : 2, e);
 }
 
 static int check_dtype(const struct resolver *r, const struct entry *t, struct err *e)
 {
 	bool raw = r->spec->kind == WEIGHT_RAW;
+	enum dtype *stored = &r->out->stored;
 
+	if (t->ndim < 0)
+		return 0;
 	if (raw ? t->dtype == DT_I64 || t->dtype == DT_I32 : t->dtype == DT_F32 || t->dtype == DT_BF16 || t->dtype == DT_F16) {
-		if (*r->stored == DT_NONE)
-			*r->stored = t->dtype;
-		else if (*r->stored != t->dtype)
-			*r->stored = raw ? DT_I64 : DT_F32;
+		if (*stored == DT_NONE)
+			*stored = t->dtype;
+		else if (*stored != t->dtype)
+			*stored = raw ? DT_I64 : DT_F32;
 		return 0;
 	}
 	if (t->dtype == DT_F8_E4M3 || t->dtype == DT_F8_E5M2 || t->dtype == DT_I8 || t->dtype == DT_U8)
@@ -198,30 +208,44 @@ static int check_dtype(const struct resolver *r, const struct entry *t, struct e
 static int give(const struct resolver *r, const struct entry *t, int64_t index, int64_t row0, int64_t rows, int64_t from,
 		struct err *e)
 {
-	struct weight_source src = { t, index, row0, rows, from };
+	struct weight_source src = { .entry = t, .index = index, .row0 = row0, .rows = rows, .from = from };
 
 	return r->each ? r->each(r->ctx, &src, e) : 0;
 }
 
-static int resolve_part(const struct resolver *r, const struct weight_part *p, int64_t index, int64_t row0, struct err *e)
+static const struct entry *find_part(const struct resolver *r, const struct weight_part *p, int64_t index, char name[])
 {
-	char name[WEIGHT_NAME + 16];
 	const struct entry *t;
+	char alt[WEIGHT_NAME + 16];
 
 	expand(name, p->name, index);
 	t = r->catalogue->find(r->catalogue, name);
-	if (!t && p->alt[0]) {
-		char alt[WEIGHT_NAME + 16];
+	if (t || !p->alt[0])
+		return t;
+	expand(alt, p->alt, index);
+	return r->catalogue->find(r->catalogue, alt);
+}
 
-		expand(alt, p->alt, index);
-		t = r->catalogue->find(r->catalogue, alt);
-	}
+static int missing(const struct resolver *r, const char *name, struct err *e)
+{
+	return err_refuse(e, "tensor '%s' is missing from '%s'", name, r->catalogue->path);
+}
+
+static int resolve_part(struct resolver *r, const struct weight_part *p, int64_t index, int64_t row0, struct err *e)
+{
+	char name[WEIGHT_NAME + 16];
+	const struct entry *t = find_part(r, p, index, name);
+
 	if (!t) {
-		if (p->optional || r->spec->optional)
+		r->absent++;
+		if (r->catalogue->partial || (r->spec->optional && !r->found))
 			return 0;
-		return err_refuse(e, "tensor '%s' is missing from '%s'", name, r->catalogue->path);
+		return missing(r, name, e);
 	}
-	if (check_shape(r, t, 1, p->rows, e) || check_dtype(r, t, e))
+	if (r->spec->optional && r->absent && !r->catalogue->partial)
+		return err_refuse(e, "tensor '%s' of '%s' stands alone: others of the same weight are missing", name, r->catalogue->path);
+	r->found++;
+	if (check_shape(r, t, false, p->rows, e) || check_dtype(r, t, e))
 		return -1;
 	return give(r, t, index, row0, p->rows, 0, e);
 }
@@ -230,7 +254,7 @@ static int resolve_fused(const struct resolver *r, const struct entry *t, struct
 {
 	const struct weight_spec *s = r->spec;
 
-	if (check_shape(r, t, s->count, s->rows, e) || check_dtype(r, t, e))
+	if (check_shape(r, t, true, s->rows, e) || check_dtype(r, t, e))
 		return -1;
 	for (int64_t i = 0; i < s->count; i++)
 		if (give(r, t, i, 0, s->rows, i * s->rows, e))
@@ -238,25 +262,72 @@ static int resolve_fused(const struct resolver *r, const struct entry *t, struct
 	return 0;
 }
 
-int weight_resolve(const struct weight_spec *s, const struct catalogue *c, enum dtype *stored,
-		   int (*each)(void *ctx, const struct weight_source *src, struct err *e), void *ctx, struct err *e)
+static int resolve_parts(struct resolver *r, struct err *e)
 {
-	struct resolver r = { s, c, stored, each, ctx };
-	const struct entry *fused = s->fused[0] ? c->find(c, s->fused) : NULL;
+	const struct weight_spec *s = r->spec;
 
-	*stored = DT_NONE;
-	if (s->derived)
-		return 0;
-	if (fused)
-		return resolve_fused(&r, fused, e);
 	for (int64_t i = 0; i < s->count; i++) {
 		int64_t row0 = 0;
 
 		for (int p = 0; p < s->nparts; row0 += s->part[p++].rows)
-			if (resolve_part(&r, &s->part[p], i, row0, e))
+			if (resolve_part(r, &s->part[p], i, row0, e))
 				return -1;
 	}
 	return 0;
+}
+
+/* An estimate takes what it cannot see for what is published: BF16, but FP32 and integer weights as they must be. */
+static enum dtype usual_dtype(const struct weight_spec *s)
+{
+	return s->kind == WEIGHT_RAW ? DT_I64 : s->kind == WEIGHT_FP32 ? DT_F32 : DT_BF16;
+}
+
+int weight_resolve(const struct weight_spec *s, const struct catalogue *c, struct weight_storage *out,
+		   int (*each)(void *ctx, const struct weight_source *src, struct err *e), void *ctx, struct err *e)
+{
+	struct resolver r = { s, c, out, 0, 0, each, ctx };
+	const struct entry *fused = s->fused[0] ? c->find(c, s->fused) : NULL;
+
+	*out = (struct weight_storage){ DT_NONE, NULL };
+	if (s->data) {
+		out->stored = s->data_dtype;
+		return 0;
+	}
+	if (s->derived && !c->staged) {
+		out->stored = usual_dtype(s);
+		return 0;
+	}
+	if (fused ? resolve_fused(&r, fused, e) : resolve_parts(&r, e))
+		return -1;
+	if (!fused && !s->nparts && !s->optional && !c->partial)
+		return missing(&r, s->fused, e);
+	if (out->stored == DT_NONE && c->partial && !s->optional)
+		out->stored = usual_dtype(s);
+	return 0;
+}
+
+/* ---- carry ---------------------------------------------------------------------------------------------------------- */
+
+uint64_t carry_bytes(const struct carry_spec *s, int64_t tokens, enum dtype compute)
+{
+	return ((uint64_t)tokens / (uint64_t)s->ratio + 1) * (uint64_t)s->width * dtype_size(s->dtype == DT_NONE ? compute : s->dtype);
+}
+
+/*
+ * Entry rows of a chunk that begins at `begin` start at ceil(begin / ratio): the pieces before it hold at most floor(begin / ratio) whole groups, so
+ * views of neighbouring chunks never overlap.
+ */
+struct tensor carry_view(const struct carry_spec *s, void *base, int64_t begin, int64_t tokens, enum dtype compute)
+{
+	struct tensor all = { base, s->dtype == DT_NONE ? compute : s->dtype, tokens / s->ratio, s->width, s->width };
+
+	return tensor_rows(all, (begin + s->ratio - 1) / s->ratio, tokens / s->ratio);
+}
+
+struct tensor chunk_keys(struct chunk *c, struct tensor x)
+{
+	(void)c;	/* plans with cp_size > 1 are refused in this version: a chunk is whole rows */
+	return x;
 }
 
 /* ---- scratch -------------------------------------------------------------------------------------------------------- */

@@ -28,18 +28,12 @@ enum shard {
 	SHARD_TABLE,	/* read by row id, never gathered */
 };
 
-/* The unit a weight is acquired and released with. EXPORT is only copied to target_weights (the output head). */
-enum unit_kind { UNIT_EMBED, UNIT_LAYER, UNIT_EXPERTS, UNIT_FINAL, UNIT_EXPORT };
-
-/* Packed storage: codes in blocks of block_rows x block_cols that share a scale (blocks are indexed by global row and column). */
-struct quant {
-	enum { CODE_F8_E4M3, CODE_MXFP4, CODE_INT4 } code;
-	int block_rows, block_cols;
-	enum dtype scale;		/* DT_F32, DT_BF16, DT_F8_E8M0 (value 2^(byte-127)), DT_U8 (the same bytes under another tag) */
-	const char *codes_suffix;	/* replaces ".weight" in the name of the codes, NULL = the name itself */
-	const char *scale_suffix;	/* replaces ".weight" in the name of the scales: ".weight_scale_inv", ".scale" */
-	bool zero_scale_is_zero;	/* scale byte 0 means 0, not 2^-127 */
-};
+/*
+ * The unit a weight is acquired and released with. ALWAYS is acquired first and never released (rope frequencies, maps of token
+ * ids). LAYER i is held from `pre` to the last `finish` of layer i. The first weight of EMBED is the embedding that target_weights
+ * stores; EXPORT is only copied there (the output head).
+ */
+enum unit_kind { UNIT_ALWAYS, UNIT_EMBED, UNIT_LAYER, UNIT_EXPERTS, UNIT_FINAL, UNIT_EXPORT };
 
 #define WEIGHT_NAME 160
 #define WEIGHT_PARTS 4
@@ -49,12 +43,11 @@ struct weight_part {
 	char name[WEIGHT_NAME];
 	char alt[WEIGHT_NAME];		/* another accepted name, "" = none */
 	int64_t rows;
-	bool optional;			/* absent: its rows are zero (biases that only some layers have) */
 };
 
 /*
- * One weight: [count, rows, cols] made of parts one above the other (q, k, v; gate, up), or of one fused checkpoint tensor
- * [count, rows, cols] with the rows in the same order. A vector is written with vector = true: its tensors have shape [rows].
+ * One weight: [count, rows, cols] made of parts one above the other (q, k, v; gate, up), or of one fused checkpoint tensor with the
+ * rows in the same order. A vector is written with vector = true: its tensors have shape [rows].
  */
 struct weight_spec {
 	struct weight *field;		/* what it fills */
@@ -67,10 +60,12 @@ struct weight_spec {
 	enum shard shard;
 	int nparts;
 	struct weight_part part[WEIGHT_PARTS];
-	char fused[WEIGHT_NAME];	/* "" = none */
+	char fused[WEIGHT_NAME];	/* [count, rows, cols] or [count * rows, cols]; "" = none. Without parts it must exist unless optional */
 	const struct quant *const *quants;	/* NULL-ended list of accepted packed storages, NULL = plain only */
-	bool optional;			/* absent altogether: field->count = 0 */
-	const void *derived;		/* made by the model's derive, not read from the checkpoint: its data, F32; NULL = read */
+	bool optional;			/* absent altogether (some parts alone are refused): field->count = 0 */
+	const void *data;		/* known from config.json: the model's host memory, not read; NULL = read */
+	enum dtype data_dtype;		/* of data: F32, or I32 with WEIGHT_RAW */
+	bool derived;			/* not in the checkpoint: made by `derive` at staging under the part's name, then read from the stage */
 };
 
 /* The visitor of a walk: 0 to go on, -1 to stop with an error. */
@@ -85,7 +80,7 @@ struct weight_spec weight_vector(struct weight *field, enum unit_kind unit, int 
 	__attribute__((format(printf, 5, 6)));
 void weight_part_add(struct weight_spec *s, int64_t rows, const char *fmt, ...) __attribute__((format(printf, 3, 4)));
 
-/* Anything in which tensors are looked up by name: a checkpoint or a stage. */
+/* A tensor's place. ndim -1: an estimate knows only its name. */
 struct entry {
 	const char *name;
 	enum dtype dtype;
@@ -96,34 +91,50 @@ struct entry {
 	int64_t row0, rows;		/* rows of the first dimension that are held: [row0, row0 + rows) */
 };
 
+/* Anything in which tensors are looked up by name: a checkpoint or a stage. */
 struct catalogue {
 	const struct entry *(*find)(const struct catalogue *c, const char *name);	/* NULL if absent */
 	const char *path;		/* for messages */
+	bool staged;			/* holds derived tensors; elsewhere they have no sources */
+	bool partial;			/* an estimate: tensors that are absent or unknown count as BF16 (FP32 weights: F32, RAW: I64) */
 };
 
 /* One stretch of rows of a weight and where it comes from. */
 struct weight_source {
 	const struct entry *entry;
+	const struct entry *scale;	/* of packed codes, whole: the grid of this tensor [ceil(its rows / block_rows), ceil(cols / block_cols)]; NULL = plain */
+	const struct quant *quant;	/* layout of this tensor, NULL = plain */
 	int64_t index;			/* expert (0 for count = 1) */
 	int64_t row0, rows;		/* of the weight */
 	int64_t from;			/* first row in the entry, counting an expert-stacked entry as [count*rows, cols] */
 };
 
+/* How a weight is kept. Parts that are stored in different layouts are expanded while they are read: quant is NULL then, stored F32. */
+struct weight_storage {
+	enum dtype stored;		/* DT_NONE = absent */
+	const struct quant *quant;
+};
+
 /*
  * Finds every tensor of a spec, checks names, shapes and dtypes, and calls `each` (may be NULL) for every source in order (index, then
- * row0). *stored becomes their dtype, F32 where several floating ones meet. An optional weight that is absent has no sources and *stored is DT_NONE.
- * Refuses a missing tensor, a wrong shape, a dtype that is not its kind's, and packed storage outside `quants`.
+ * row0). Refuses a missing tensor, a wrong shape, a dtype that is not its kind's, an optional weight of which only parts exist,
+ * and packed storage outside `quants`. This version reads no packed storage: all of it is refused.
  */
-int weight_resolve(const struct weight_spec *s, const struct catalogue *c, enum dtype *stored,
+int weight_resolve(const struct weight_spec *s, const struct catalogue *c, struct weight_storage *out,
 		   int (*each)(void *ctx, const struct weight_source *src, struct err *e), void *ctx, struct err *e);
 
 /* ---- carry --------------------------------------------------------------------------------------------------------- */
 
-/* A per-token array that outlives a layer, [ceil(tokens/ratio) , width]; number n of the walk is chunk.carry[n]. */
+/*
+ * A per-token array that outlives a layer; number n of the list is chunk.carry[n]. ratio r > 1: an entry per r consecutive tokens of a
+ * row of data, a last partial group has none; the chunk's view has keys / r rows, and the entries of piece p are rows p.kv_begin / r ..
+ * + p.length / r of it (whole divisions: groups of different pieces never meet, because floor is superadditive).
+ */
 struct carry_spec {
 	const char *name;
-	enum dtype dtype;
-	int64_t width, ratio;		/* elements a row; tokens of one data row that share it (1 = a row a token) */
+	enum dtype dtype;		/* DT_NONE = the compute dtype */
+	int64_t width, ratio;		/* elements a row; tokens an entry stands for */
+	bool keys;			/* over chunk.keys (whole rows) instead of chunk.tokens; always so for ratio > 1 */
 	int first, last;		/* layers between which it lives; -1 = from embed on, `layers` = to final */
 };
 
@@ -137,17 +148,28 @@ struct arena {
 	uint64_t size, used, peak;
 };
 
-/* What `layer` leaves for the routed experts and `finish` finds: the forward exchanges, multiplies and sums in between. */
+/* The routed experts of a layer, known without running it, so that plan and forward can make room for what travels. */
+struct routing {
+	int64_t experts, k;
+	int64_t in, out;		/* Hin, Hout */
+};
+
+/*
+ * Between `layer` and `finish`. The forward gives the tensors before `layer`, which fills input, ids (ascending by expert id in every row,
+ * hash routing too), weights, and of experts all but first and count. `finish` finds sum, the carry and an empty scratch: experts may have
+ * run in blocks over all chunks in between.
+ */
 struct routed {
-	struct experts experts;		/* of this rank */
-	struct tensor input, ids, weights;	/* [T,Hin] compute dtype, i32 [T,k], F32 [T,k] */
-	struct tensor sum;		/* F32 [T,Hout] */
+	struct experts experts;
+	struct tensor input, ids, weights;	/* [T,in] compute dtype, i32 [T,k], F32 [T,k] */
+	struct tensor sum;			/* F32 [T,out] */
 };
 
 /* Tokens that go through a layer together. Pieces are host memory, ids and pos device memory. */
 struct chunk {
 	struct device *dev;
 	int64_t tokens;
+	int64_t keys;			/* tokens of the whole rows, what kv_begin counts; = tokens without context parallelism */
 	int npieces;
 	const struct piece *piece;
 	struct tensor ids, pos;		/* i32 [T,1] */
@@ -158,10 +180,22 @@ struct chunk {
 	const struct comm *ep, *cp;	/* rank groups, NULL = alone */
 };
 
-/* [rows, cols] from the chunk's scratch. Exhaustion (a fault of the plan) is kept in dev->err. */
+/*
+ * [rows, cols] from the chunk's scratch. Exhaustion (a fault of the plan) is kept in dev->err. What a model takes depends on tokens and keys
+ * alone and grows with them, never on the number or length of pieces: it is measured with one row of the largest size.
+ */
 struct tensor scratch(struct chunk *c, enum dtype dtype, int64_t rows, int64_t cols);
 static inline uint64_t scratch_mark(const struct chunk *c) { return c->scratch.used; }
 static inline void scratch_release(struct chunk *c, uint64_t mark) { c->scratch.used = mark; }
+
+/* x [T,w] of all ranks of c->cp as [keys,w] in scratch, so that piece.kv_* index it; x itself without context parallelism. Collective: every
+ * rank calls it, also with no tokens. */
+struct tensor chunk_keys(struct chunk *c, struct tensor x);
+
+/* The chunk's view [n, width] of carry `spec`, whose window array at `base` holds all tokens; the chunk begins at token `begin` of the window. */
+struct tensor carry_view(const struct carry_spec *spec, void *base, int64_t begin, int64_t tokens, enum dtype compute);
+/* Bytes of a window array for `tokens` tokens. */
+uint64_t carry_bytes(const struct carry_spec *spec, int64_t tokens, enum dtype compute);
 
 /* When a captured id is there to be taken. */
 enum tap_phase { TAP_EMBED, TAP_PRE /* after pre of `layer` */, TAP_LAYER /* after `layer` */, TAP_FINAL };
@@ -200,13 +234,16 @@ struct model {
 	/* Every tensor, in the order of use. */
 	int (*weights)(struct target *t, struct weight_walk *w, struct err *e);
 
-	/* Optional: computes what `derived` specs point to from other files of the model directory. */
-	int (*derive)(struct target *t, const char *dir, struct err *e);
+	/* Optional: makes every `derived` weight from other files of the model directory and gives it to `put`; digest (hex) covers all bytes it
+	 * read and enters the stage key. */
+	int (*derive)(struct target *t, const char *dir, char digest[33],
+		      int (*put)(void *ctx, const char *name, enum dtype dtype, int64_t rows, int64_t cols, const void *data,
+				 struct err *e), void *ctx, struct err *e);
 
 	void (*embed)(struct target *t, struct chunk *c);			/* fills the carry that lives from -1 */
 	void (*pre)(struct target *t, int layer, struct chunk *c);		/* optional */
 	void (*layer)(struct target *t, int layer, struct chunk *c);		/* up to and with the router; whole if dense */
-	bool (*routed)(const struct target *t, int layer);			/* optional: layer has routed experts */
+	bool (*routed)(const struct target *t, int layer, struct routing *r);	/* optional: layer has routed experts; fills r */
 	void (*finish)(struct target *t, int layer, struct chunk *c);		/* optional: after the routed sum */
 	void (*final)(struct target *t, struct chunk *c);			/* leaves c->result */
 

@@ -208,7 +208,7 @@ int stage_open(struct stage *s, const char *dir, const char *key, int rank, stru
 	struct stage_head h = { 0 };
 	int rc = -1;
 
-	*s = (struct stage){ .catalogue.find = find };
+	*s = (struct stage){ .catalogue = { .find = find, .staged = true } };
 	s->dir = mem_strdup(dir, e);
 	s->catalogue.path = s->dir;
 	s->state = mem_calloc(1, sizeof *s->state, e);

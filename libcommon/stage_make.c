@@ -83,22 +83,22 @@ static enum shard rule_of(const struct maker *m, const struct weight_spec *s)
 static int visit(struct weight_walk *walk, const struct weight_spec *s, struct err *e)
 {
 	struct maker *m = ((struct walker *)walk)->m;
-	enum dtype stored;
+	struct weight_storage storage;
 
 	if (m->mesh.sharded && s->shard == SHARD_EXPERT && s->count % m->mesh.ep)
 		return err_refuse(e, "%" PRId64 " experts cannot be divided by ep_size %d", s->count, m->mesh.ep);
 	if (mem_grow(&m->rule, &m->caprules, m->nrules + 1, sizeof *m->rule, e))
 		return -1;
 	m->rule[m->nrules++] = (struct rule){ rule_of(m, s), s->count, s->rows };
-	return weight_resolve(s, &m->checkpoint->catalogue, &stored, add_use, m, e);
+	return weight_resolve(s, &m->checkpoint->catalogue, &storage, add_use, m, e);
 }
 
 static int walk(struct maker *m, struct target *t, struct err *e)
 {
 	struct walker w = { { visit }, m };
 
-	if (t->model->derive && t->model->derive(t, m->checkpoint->dir, e))
-		return -1;
+	if (t->model->derive)
+		return err_refuse(e, "target '%s' needs tensors made at staging, which this version cannot stage", m->checkpoint->dir);
 	m->slot = mem_calloc(m->checkpoint->nentries, sizeof *m->slot, e);
 	return m->slot ? t->model->weights(t, &w.walk, e) : -1;
 }

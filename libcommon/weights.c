@@ -24,7 +24,7 @@ struct bound {
 	struct weight *field;
 	enum unit_kind unit;
 	int layer;
-	const void *derived;
+	const void *data;		/* known without reading, of field->stored */
 	struct weight_source *source;
 	size_t nsources, cap;
 	bool present;
@@ -50,6 +50,7 @@ static int add_source(void *ctx, const struct weight_source *src, struct err *e)
 static int bind(struct weight_walk *walk, const struct weight_spec *s, struct err *e)
 {
 	struct weights *w = ((struct binder *)walk)->w;
+	struct weight_storage storage;
 	struct bound *b;
 
 	if (mem_grow(&w->bound, &w->cap, w->n + 1, sizeof *w->bound, e))
@@ -59,18 +60,18 @@ static int bind(struct weight_walk *walk, const struct weight_spec *s, struct er
 	b->field = s->field;
 	b->unit = s->unit;
 	b->layer = s->layer;
-	b->derived = s->derived;
+	b->data = s->data;
 	memset(s->field, 0, sizeof *s->field);
 	s->field->count = s->count;
 	s->field->rows = s->rows;
 	s->field->cols = s->cols;
 	s->field->use = s->use;
 	s->field->unit = s->kind;
-	if (weight_resolve(s, &w->stage->catalogue, &s->field->stored, add_source, b, e))
+	if (weight_resolve(s, &w->stage->catalogue, &storage, add_source, b, e))
 		return -1;
-	if (s->derived)
-		s->field->stored = DT_F32;
-	else if (!b->nsources)
+	s->field->stored = storage.stored;
+	s->field->quant = storage.quant;
+	if (storage.stored == DT_NONE)
 		s->field->count = 0;
 	return 0;
 }
@@ -205,8 +206,8 @@ static int fill(struct weights *w, struct bound *b, struct err *e)
 	int want = w->dev->threads, n = 0;
 	uint64_t slices = stored_bytes(b) / SLICE_BYTES;
 
-	if (b->derived)
-		return w->dev->be->weight_fill(w->dev, b->field, 0, 0, b->field->rows, b->derived, DT_F32, e);
+	if (b->data)
+		return w->dev->be->weight_fill(w->dev, b->field, 0, 0, b->field->rows, b->data, b->field->stored, e);
 	if (want > FILL_THREADS_MAX)
 		want = FILL_THREADS_MAX;
 	for (; n < want - 1 && (uint64_t)n < slices; n++)	/* this thread is the last of them; fewer are slower, not wrong */
@@ -256,7 +257,7 @@ int weights_acquire(struct weights *w, enum unit_kind kind, int layer, struct er
 static struct bound *find_table(struct weights *w, enum unit_kind kind)
 {
 	for (size_t i = 0; i < w->n; i++)
-		if (w->bound[i].unit == kind && !w->bound[i].derived)
+		if (w->bound[i].unit == kind)
 			return &w->bound[i];
 	return NULL;
 }

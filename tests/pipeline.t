@@ -192,7 +192,7 @@ check "SIGTERM: exit 3, no temporaries, resumed" stopped
 damaged() {
 	cp -R fp32 d
 	printf x | dd of=d/shard-000002.safetensors bs=1 seek=200000 conv=notrunc 2>dd.err
-	expect 1 'shard-000002' dspark-manifest verify d && expect 1 'shard-000002' dspark-manifest verify --discard d || return
+	expect 1 'shard 2' dspark-manifest verify d && expect 1 'shard 2' dspark-manifest verify --discard d || return
 	[ -e d/shard-000002.safetensors.bad ] || return
 	staged d >run && dspark-forward -q run >log && rm d/shard-000002.safetensors.bad && dspark-manifest merge d >merged && same fp32 d
 }
@@ -207,7 +207,7 @@ check "an estimate cannot run" sh -c 'dspark-plan -q -c recipe.yaml >est && ! ds
 check "an empty run" expect 1 'no plan record' dspark-load /dev/null
 check "a cut run" sh -c 'grep -v "\"rank\":1" run2 >cut; dspark-forward cut 2>err; [ $? -eq 1 ] && grep -q "range records" err'
 check "an edited run" sh -c 'sed "s/\"window_tokens\":[0-9]*/\"window_tokens\":77/" run2 >edited; dspark-forward --rank 0 edited 2>err; [ $? -eq 1 ] && grep -q "changed" err'
-check "another cache in the directory" expect 1 'seq_length: 256 -> 128' plan fp32 --recipe_args.seq_length 128 --set recipe_args.train_data_path=other
+check "another cache in the directory" expect 1 'target_layer_ids: .* -> ' plan fp32 --set 'recipe_args.target_layer_ids=[1, 2]'
 check "another tokens file" expect 1 'seq_length' plan v4 --recipe_args.seq_length 128
 check "stdout full: plan" sh -c 'dspark-plan -q -c recipe.yaml -t tokens.safetensors >/dev/full 2>err; [ $? -eq 3 ] && grep -q "No space left" err'
 check "stdout full: forward publishes all the same" sh -c 'staged() { dspark-plan -q -c recipe.yaml -t tokens.safetensors --set recipe_args.cache_output_dir=full | dspark-load -q -s stage; }

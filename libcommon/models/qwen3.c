@@ -303,7 +303,7 @@ static int qwen3_config(struct target *t, const json_t *c, const struct target_o
 	t->layers = q->L;
 	t->experts = q->E;
 	t->ncarry = 1;
-	t->carry[RESIDUAL] = (struct carry_spec){ "residual", DT_F32, q->H, 1, -1, (int)q->L };
+	t->carry[RESIDUAL] = (struct carry_spec){ "residual", DT_F32, q->H, 1, false, -1, (int)q->L };
 	return 0;
 }
 
@@ -388,10 +388,11 @@ static int qwen3_weights(struct target *t, struct weight_walk *w, struct err *e)
 	s.shard = SHARD_TABLE;
 	if (w->visit(w, &s, e))
 		return -1;
-	s = weight_vector(&q->freqs, UNIT_EMBED, -1, q->D / 2, "rope");
+	s = weight_vector(&q->freqs, UNIT_ALWAYS, -1, q->D / 2, "rope");
 	s.kind = WEIGHT_FP32;
 	s.shard = SHARD_WHOLE;
-	s.derived = q->freq;
+	s.data = q->freq;
+	s.data_dtype = DT_F32;
 	if (w->visit(w, &s, e))
 		return -1;
 	for (int i = 0; i < q->L; i++) {
@@ -425,7 +426,7 @@ static void qwen3_layer(struct target *t, int i, struct chunk *c)
 	struct qwen3 *q = t->state;
 	struct layer *l = &q->layer[i];
 	struct tensor x = c->carry[RESIDUAL];
-	struct tensor h = scratch(c, c->dev->compute, c->tokens, q->H);
+	struct tensor h = l->moe ? c->routed.input : scratch(c, c->dev->compute, c->tokens, q->H);
 	struct act silu = { .kind = ACT_SILU };
 	struct gqa gqa = {
 		.attention = {
@@ -444,18 +445,21 @@ static void qwen3_layer(struct target *t, int i, struct chunk *c)
 	if (l->moe) {
 		struct router router = { .experts = (int)q->E, .k = (int)q->K, .score = SCORE_SOFTMAX,
 					 .renormalise = q->renormalise, .scale = 1 };
-		struct experts experts = { .count = q->E, .gate_up = &l->gate_up, .down = &l->down, .act = silu,
-					   .weight_after_down = q->force_hf };
 
-		block_route(c, h, &l->router, &router, &experts);
+		c->routed.experts = (struct experts){ .gate_up = &l->gate_up, .down = &l->down, .act = silu,
+						      .weight_after_down = q->force_hf };
+		block_route(c, h, &l->router, &router);
 	} else {
 		block_mlp(c, x, h, &l->gate_up, &l->down, &silu);
 	}
 }
 
-static bool qwen3_routed(const struct target *t, int i)
+static bool qwen3_routed(const struct target *t, int i, struct routing *r)
 {
-	return ((const struct qwen3 *)t->state)->layer[i].moe;
+	const struct qwen3 *q = t->state;
+
+	*r = (struct routing){ q->E, q->K, q->H, q->H };
+	return q->layer[i].moe;
 }
 
 static void qwen3_finish(struct target *t, int i, struct chunk *c)
