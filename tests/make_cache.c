@@ -13,6 +13,10 @@
  *
  * Exit status as the commands'.
  */
+#ifdef HAVE_CONFIG_H
+#include <config.h>
+#endif
+
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
