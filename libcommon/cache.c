@@ -2,8 +2,9 @@
 /*
  * cache: what a directory holds and opening it for writing.
  *
- * Order matters to whoever dies in between: dspark.json before manifest.json (a manifest alone means the reference's cache), `complete`
- * is cleared before dspark.json loses its hashes. Two openers without locks write the same bytes, so any order of them is good.
+ * Order matters to whoever dies in between: dspark.json before manifest.json (a manifest alone
+ * means the reference's cache), `complete` is cleared before dspark.json loses its hashes. Two
+ * openers without locks write the same bytes, so any order of them is good.
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
@@ -24,9 +25,9 @@
 #include "vouch.h"
 
 #define MANIFEST_MAX ((size_t)16 << 20)
-#define ROWS_MAX ((size_t)8 << 20)	/* bytes of F32 rows in hand while target_weights is written */
+#define ROWS_MAX     ((size_t)8 << 20) /* bytes of F32 rows in hand for target_weights */
 
-/* ---- what is there ------------------------------------------------------------------------------------------------ */
+/* ---- what is there ---------------------------------------------------------------- */
 
 static int read_manifest(struct cache_state *s, const char *path, struct err *e)
 {
@@ -103,7 +104,8 @@ static int64_t shard_index(const char *name)
 	return strcmp(name + 12, ".safetensors") ? -1 : index;
 }
 
-int cache_each_shard(const char *dir, int (*visit)(void *ctx, int64_t shard, struct err *e), void *ctx, struct err *e)
+int cache_each_shard(const char *dir, int (*visit)(void *ctx, int64_t shard, struct err *e),
+		     void *ctx, struct err *e)
 {
 	DIR *d = opendir(dir);
 	struct dirent *ent;
@@ -126,7 +128,7 @@ int cache_each_shard(const char *dir, int (*visit)(void *ctx, int64_t shard, str
 struct done_walk {
 	const char *dir, *identity;
 	const struct geometry *g;
-	bool *done;		/* [shards], NULL = only count */
+	bool *done; /* [shards], NULL = only count */
 	int64_t shards, count, strangers;
 };
 
@@ -141,7 +143,8 @@ static int look_done(void *ctx, int64_t shard, struct err *e)
 		return -1;
 	if (shard < k->shards) {
 		n = geometry_shard_rows(k->g, shard);
-		done = shard_is_done(path, geometry_shard_bytes(k->g, n), geometry_header(k->g, n), k->identity);
+		done = shard_is_done(path, geometry_shard_bytes(k->g, n), geometry_header(k->g, n),
+				     k->identity);
 	}
 	if (k->done && shard < k->shards)
 		k->done[shard] = done;
@@ -151,9 +154,12 @@ static int look_done(void *ctx, int64_t shard, struct err *e)
 	return 0;
 }
 
-int cache_done(const char *dir, const struct geometry *g, const char *identity, bool *done, int64_t *count, struct err *e)
+int cache_done(const char *dir, const struct geometry *g, const char *identity, bool *done,
+	       int64_t *count, struct err *e)
 {
-	struct done_walk k = { .dir = dir, .identity = identity, .g = g, .done = done, .shards = geometry_shards(g) };
+	struct done_walk k = {
+		.dir = dir, .identity = identity, .g = g, .done = done, .shards = geometry_shards(g)
+	};
 
 	memset(done, 0, (size_t)k.shards * sizeof *done);
 	*count = 0;
@@ -163,7 +169,7 @@ int cache_done(const char *dir, const struct geometry *g, const char *identity, 
 	return 0;
 }
 
-/* ---- opening ------------------------------------------------------------------------------------------------------ */
+/* ---- opening ---------------------------------------------------------------- */
 
 int cache_put(const char *dir, const char *name, int rank, const char *buf, size_t n, struct err *e)
 {
@@ -174,7 +180,8 @@ int cache_put(const char *dir, const char *name, int rank, const char *buf, size
 
 	if (!path)
 		return -1;
-	if (!file_read_all(path, n + 1, &have, &ignored) && have.len == n && !memcmp(have.s, buf, n))
+	if (!file_read_all(path, n + 1, &have, &ignored) && have.len == n &&
+	    !memcmp(have.s, buf, n))
 		rc = 0;
 	else
 		rc = file_publish(path, rank, buf, n, e);
@@ -183,20 +190,29 @@ int cache_put(const char *dir, const char *name, int rank, const char *buf, size
 	return rc;
 }
 
-/* Only dspark.json says whose shards these are: without it, files of another identity are somebody's data. */
+/*
+ * Only dspark.json says whose shards these are: without it, files of another identity are
+ * somebody's data.
+ */
 static int refuse_strangers(const struct cache *c, struct err *e)
 {
-	struct done_walk k = { .dir = c->dir, .identity = c->identity, .g = &c->g, .shards = geometry_shards(&c->g) };
+	struct done_walk k = {
+		.dir = c->dir, .identity = c->identity, .g = &c->g, .shards = geometry_shards(&c->g)
+	};
 
 	if (cache_each_shard(c->dir, look_done, &k, e))
 		return -1;
 	if (k.strangers)
-		return err_refuse(e, "'%s' holds %lld shard files that are not of this cache, and no manifest that says whose they are: "
-				     "name an empty directory or move them away", c->dir, (long long)k.strangers);
+		return err_refuse(e,
+				  "'%s' holds %lld shard files that are not of this cache, "
+				  "and no manifest that says whose they are: "
+				  "name an empty directory or move them away",
+				  c->dir, (long long)k.strangers);
 	return 0;
 }
 
-static int check_state(const struct cache *c, struct cache_state *s, const struct identity *id, struct err *e)
+static int check_state(const struct cache *c, struct cache_state *s, const struct identity *id,
+		       struct err *e)
 {
 	struct text diff = TEXT_INIT;
 	int rc = -1;
@@ -204,8 +220,11 @@ static int check_state(const struct cache *c, struct cache_state *s, const struc
 	if (cache_inspect(s, c->dir, e))
 		return -1;
 	if (s->foreign) {
-		err_refuse(e, "'%s' holds a cache that dspark did not write (manifest.json without dspark.json): name another "
-			      "cache_output_dir or move it away", c->dir);
+		err_refuse(e,
+			   "'%s' holds a cache that dspark did not write "
+			   "(manifest.json without dspark.json): name another "
+			   "cache_output_dir or move it away",
+			   c->dir);
 		goto out;
 	}
 	if (s->exists)
@@ -213,7 +232,9 @@ static int check_state(const struct cache *c, struct cache_state *s, const struc
 	if (text_ok(&diff, e))
 		goto out;
 	if (diff.len) {
-		err_refuse(e, "'%s' holds another cache; name another cache_output_dir, or make these agree (there -> now):\n%s",
+		err_refuse(e,
+			   "'%s' holds another cache; name another cache_output_dir, "
+			   "or make these agree (there -> now):\n%s",
 			   c->dir, diff.s);
 		goto out;
 	}
@@ -223,17 +244,20 @@ out:
 	return rc;
 }
 
-static int write_manifests(const struct cache *c, const struct cache_state *s, const struct identity *id, bool work, struct err *e)
+static int write_manifests(const struct cache *c, const struct cache_state *s,
+			   const struct identity *id, bool work, struct err *e)
 {
 	struct text vouch = TEXT_INIT, manifest = TEXT_INIT;
 	char *path = file_join(c->dir, "manifest.json", e);
 	int rc = -1;
 
-	if (!path || vouch_text(&vouch, id, NULL, NULL, e) || identity_manifest(&manifest, id->json, false, e))
+	if (!path || vouch_text(&vouch, id, NULL, NULL, e) ||
+	    identity_manifest(&manifest, id->json, false, e))
 		goto out;
 	if (!s->exists && cache_put(c->dir, "dspark.json", c->rank, vouch.s, vouch.len, e))
 		goto out;
-	if ((work || !file_exists(path)) && cache_put(c->dir, "manifest.json", c->rank, manifest.s, manifest.len, e))
+	if ((work || !file_exists(path)) &&
+	    cache_put(c->dir, "manifest.json", c->rank, manifest.s, manifest.len, e))
 		goto out;
 	if (work && cache_put(c->dir, "dspark.json", c->rank, vouch.s, vouch.len, e))
 		goto out;
@@ -246,8 +270,8 @@ out:
 }
 
 /* Rows of one matrix, converted, hashed and written at `off`. */
-static int copy_matrix(const struct cache *c, const struct cache_weights *w, int which, const struct file_new *f, uint64_t off,
-		       char hex[DIGEST_HEX], struct err *e)
+static int copy_matrix(const struct cache *c, const struct cache_weights *w, int which,
+		       const struct file_new *f, uint64_t off, char hex[DIGEST_HEX], struct err *e)
 {
 	int64_t hidden = c->g.hidden, step = (int64_t)(ROWS_MAX / sizeof(float)) / hidden, row, n;
 	size_t size = dtype_size(c->g.dtype), bytes;
@@ -282,13 +306,21 @@ out:
 	return rc;
 }
 
-static int write_weights(const struct cache *c, const char *path, const struct cache_weights *w, struct err *e)
+static int write_weights(const struct cache *c, const char *path, const struct cache_weights *w,
+			 struct err *e)
 {
 	struct st_tensor t[2] = {
-		{ .name = "embed_tokens.weight", .dtype = c->g.dtype, .ndim = 2, .shape = { c->g.vocab, c->g.hidden } },
-		{ .name = "lm_head.weight", .dtype = c->g.dtype, .ndim = 2, .shape = { c->g.vocab, c->g.hidden } },
+		{ .name = "embed_tokens.weight",
+		  .dtype = c->g.dtype,
+		  .ndim = 2,
+		  .shape = { c->g.vocab, c->g.hidden } },
+		{ .name = "lm_head.weight",
+		  .dtype = c->g.dtype,
+		  .ndim = 2,
+		  .shape = { c->g.vocab, c->g.hidden } },
 	};
-	uint64_t size = geometry_target_weights(&c->g), bytes = (uint64_t)(c->g.vocab * c->g.hidden) * dtype_size(c->g.dtype);
+	uint64_t size = geometry_target_weights(&c->g),
+		 bytes = (uint64_t)(c->g.vocab * c->g.hidden) * dtype_size(c->g.dtype);
 	uint64_t header = size - 2 * bytes;
 	struct file_new f = FILE_NEW_INIT;
 	struct text head = TEXT_INIT;
@@ -301,13 +333,14 @@ static int write_weights(const struct cache *c, const char *path, const struct c
 	for (i = 0; i < 2; i++)
 		if (copy_matrix(c, w, i, &f, header + (uint64_t)i * bytes, hash[i], e))
 			goto out;
-	m = json_pack("{s:s, s:s, s:s}", "identity", c->identity, "xxh3_128.embed_tokens.weight", hash[0],
-		      "xxh3_128.lm_head.weight", hash[1]);
+	m = json_pack("{s:s, s:s, s:s}", "identity", c->identity, "xxh3_128.embed_tokens.weight",
+		      hash[0], "xxh3_128.lm_head.weight", hash[1]);
 	if (!m) {
 		err_fail(e, "out of memory for the header of '%s'", path);
 		goto out;
 	}
-	if (safetensors_header(&head, t, 2, m, header, 4096, e) || file_pwrite(f.fd, f.tmp, head.s, head.len, 0, e))
+	if (safetensors_header(&head, t, 2, m, header, 4096, e) ||
+	    file_pwrite(f.fd, f.tmp, head.s, head.len, 0, e))
 		goto out;
 	rc = file_new_publish(&f, e);
 out:
@@ -325,7 +358,8 @@ static int ensure_weights(const struct cache *c, const struct cache_weights *w, 
 	int rc = -1;
 
 	if (path)
-		rc = shard_is_done(path, size, header, c->identity) ? 0 : write_weights(c, path, w, e);
+		rc = shard_is_done(path, size, header, c->identity) ? 0
+								    : write_weights(c, path, w, e);
 	free(path);
 	return rc;
 }
@@ -335,8 +369,9 @@ static bool alone(const struct cache *c)
 	return c->lock.works && c->lock.alone;
 }
 
-int cache_open(struct cache *c, const char *dir, const struct geometry *g, const struct identity *id, const char *plan, int rank,
-	       bool work, const struct cache_weights *w, struct err *e)
+int cache_open(struct cache *c, const char *dir, const struct geometry *g,
+	       const struct identity *id, const char *plan, int rank, bool work,
+	       const struct cache_weights *w, struct err *e)
 {
 	struct cache_state s = { 0 };
 	int rc = -1;
@@ -349,10 +384,14 @@ int cache_open(struct cache *c, const char *dir, const struct geometry *g, const
 		goto out;
 	cache_state_release(&s);
 	if (cache_lock_begin(&c->lock, dir, plan, e) || check_state(c, &s, id, e) ||
-	    (alone(c) && file_sweep(dir, true, e)) || write_manifests(c, &s, id, work, e) || (w && ensure_weights(c, w, e)))
+	    (alone(c) && file_sweep(dir, true, e)) || write_manifests(c, &s, id, work, e) ||
+	    (w && ensure_weights(c, w, e)))
 		goto out;
 	cache_lock_opened(&c->lock);
-	/* needs no lock: it removes only what dead processes of this host left, and a thousand openers must not wait for it */
+	/*
+	 * needs no lock: it removes only what dead processes of this host left, and a thousand
+	 * openers must not wait for it
+	 */
 	rc = alone(c) ? 0 : file_sweep(dir, false, e);
 out:
 	cache_state_release(&s);

@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* cache_lock: who may open a cache, and who lives in it. All changes of byte 1 and of the file's text happen under byte 0. */
+/*
+ * cache_lock: who may open a cache, and who lives in it. All changes of byte 1 and of the file's
+ * text happen under byte 0.
+ */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
 #endif
@@ -15,9 +18,9 @@
 #include "file.h"
 #include "log.h"
 
-#define PLAN_NAME 64		/* a digest, with room */
+#define PLAN_NAME 64 /* a digest, with room */
 
-enum { OPENING, LIVING };	/* the two bytes */
+enum { OPENING, LIVING }; /* the two bytes */
 
 static int lock_open(struct cache_lock *l, const char *dir, struct err *e)
 {
@@ -45,7 +48,9 @@ static int lock_enter(struct cache_lock *l, struct err *e)
 		return 0;
 	if (!has_no_locks(errno))
 		return err_fail(e, "%s", local.text);
-	log_warn("%s: without locks nothing keeps two different runs out of one directory", local.text);
+	log_warn("%s: without locks nothing keeps two different runs out of "
+		 "one directory",
+		 local.text);
 	return 0;
 }
 
@@ -63,17 +68,26 @@ static int write_plan(const struct cache_lock *l, const char *plan, struct err *
 		return err_errno(e, "cannot write '%s'", l->path);
 	if (!plan)
 		return 0;
-	return file_pwrite(l->fd, l->path, plan, strlen(plan), 0, e) || file_pwrite(l->fd, l->path, "\n", 1, strlen(plan), e);
+	return file_pwrite(l->fd, l->path, plan, strlen(plan), 0, e) ||
+	       file_pwrite(l->fd, l->path, "\n", 1, strlen(plan), e);
 }
 
-static int refuse(const struct cache_lock *l, const char *dir, const char *living, const char *plan, struct err *e)
+static int refuse(const struct cache_lock *l, const char *dir, const char *living, const char *plan,
+		  struct err *e)
 {
 	if (!*living)
-		return err_refuse(e, "'%s' is being merged or mended by another process: wait for it ('%s')", dir, l->path);
+		return err_refuse(e,
+				  "'%s' is being merged or mended by another process: wait "
+				  "for it ('%s')",
+				  dir, l->path);
 	if (!plan)
-		return err_refuse(e, "'%s' is being written by ranks of plan %s: wait until they end ('%s')", dir, living,
-				  l->path);
-	return err_refuse(e, "'%s' is being written by ranks of another plan, %s (this one is %s): wait until they end ('%s')",
+		return err_refuse(e,
+				  "'%s' is being written by ranks of plan %s: wait until "
+				  "they end ('%s')",
+				  dir, living, l->path);
+	return err_refuse(e,
+			  "'%s' is being written by ranks of another plan, %s (this "
+			  "one is %s): wait until they end ('%s')",
 			  dir, living, plan, l->path);
 }
 
@@ -115,13 +129,18 @@ void cache_lock_opened(struct cache_lock *l)
 		file_lock(l->fd, l->path, OPENING, FILE_UNLOCK, false, &ignored);
 }
 
-/* Two ranks that end at once: the first finds the second alive and leaves under byte 0, the second finds itself alone. */
+/*
+ * Two ranks that end at once: the first finds the second alive and leaves under byte 0, the second
+ * finds itself alone.
+ */
 void cache_lock_end(struct cache_lock *l)
 {
 	struct err ignored = ERR_INIT;
 
-	if (l->fd >= 0 && l->works && !file_lock(l->fd, l->path, OPENING, FILE_EXCLUSIVE, true, &ignored) &&
-	    !file_lock(l->fd, l->path, LIVING, FILE_EXCLUSIVE, false, &ignored) && ftruncate(l->fd, 0))
+	if (l->fd >= 0 && l->works &&
+	    !file_lock(l->fd, l->path, OPENING, FILE_EXCLUSIVE, true, &ignored) &&
+	    !file_lock(l->fd, l->path, LIVING, FILE_EXCLUSIVE, false, &ignored) &&
+	    ftruncate(l->fd, 0))
 		log_debug("cannot empty '%s'", l->path);
 	if (l->fd >= 0)
 		close(l->fd);

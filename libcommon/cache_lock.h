@@ -5,8 +5,8 @@
  *	byte 0	exclusive, waiting: somebody opens or closes the cache
  *	byte 1	shared: a rank lives; exclusive: merge or verify --discard works alone
  *
- * The file holds the digest of the plan whose ranks live and is empty when nobody runs. Where the file system has no locks one
- * warning says so, everything succeeds, and the file stays empty.
+ * The file holds the digest of the plan whose ranks live and is empty when nobody runs. Where the
+ * file system has no locks one warning says so, everything succeeds, and the file stays empty.
  */
 #ifndef DSPARK_CACHE_LOCK_H
 #define DSPARK_CACHE_LOCK_H
@@ -16,18 +16,22 @@
 struct err;
 
 struct cache_lock {
-	int fd;			/* -1 = nothing held */
+	int fd; /* -1 = nothing held */
 	char *path;
-	bool works;		/* the file system has locks */
-	bool alone;		/* nobody else lived when it was taken */
+	bool works; /* the file system has locks */
+	bool alone; /* nobody else lived when it was taken */
 };
 
 #define CACHE_LOCK_INIT { -1, NULL, false, false }
 
-/* Takes byte 0 and then byte 1: shared as a rank of `plan`, or exclusively where plan is NULL. Both are held on success; refuses
- * another living plan by name, merge while a rank lives, and ranks while merge works. */
+/*
+ * Takes byte 0 and then byte 1: shared as a rank of `plan`, or exclusively where plan is NULL. Both
+ * are held on success; refuses another living plan by name, merge while a rank lives, and ranks
+ * while merge works.
+ */
 int cache_lock_begin(struct cache_lock *l, const char *dir, const char *plan, struct err *e);
-void cache_lock_opened(struct cache_lock *l);	/* gives byte 0 back */
-void cache_lock_end(struct cache_lock *l);	/* the last one alive empties the file; legal when nothing is held */
+void cache_lock_opened(struct cache_lock *l); /* gives byte 0 back */
+/* The last one alive empties the file. Legal when nothing is held. */
+void cache_lock_end(struct cache_lock *l);
 
 #endif

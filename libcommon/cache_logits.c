@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* cache_logits: the head is streamed once past all sampled states; each keeps a running maximum and sum of exponentials. */
+/*
+ * cache_logits: the head is streamed once past all sampled states; each keeps a running maximum and
+ * sum of exponentials.
+ */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
 #endif
@@ -14,15 +17,15 @@
 #include "parallel.h"
 #include "text.h"
 
-#define ROWS 16
-#define POSITIONS 4			/* of a row */
-#define BLOCK ((int64_t)1 << 20)	/* elements of the head in hand */
-#define LANES 8
+#define ROWS      16
+#define POSITIONS 4                  /* of a row */
+#define BLOCK     ((int64_t)1 << 20) /* elements of the head in hand */
+#define LANES     8
 
 struct sample {
 	int64_t row, position;
-	int64_t next;			/* the token that follows */
-	float *state;			/* [H] */
+	int64_t next; /* the token that follows */
+	float *state; /* [H] */
 	double max, sum, target;
 	int64_t best;
 };
@@ -31,22 +34,27 @@ struct logits {
 	const struct cache_view *v;
 	struct sample sample[ROWS * POSITIONS];
 	int n;
-	float *head;			/* [rows in hand, H] */
+	float *head; /* [rows in hand, H] */
 	int64_t row0, rows;
 };
 
-/* Positions of one row, evenly spread; a reference cache does not say where a row ends, its mask says where it must still go on. */
+/*
+ * Positions of one row, evenly spread; a reference cache does not say where a row ends, its mask
+ * says where it must still go on.
+ */
 static int take_row(struct logits *l, int64_t row, struct err *e)
 {
 	const struct geometry *g = &l->v->g;
 	int64_t at = row % g->shard_size, length, last = 0, i, k, seq = g->seq_length;
 	struct shard_head h = SHARD_HEAD_INIT;
-	int64_t *ids = mem_calloc((size_t)seq, sizeof *ids, e), *mask = mem_calloc((size_t)seq, sizeof *mask, e);
+	int64_t *ids = mem_calloc((size_t)seq, sizeof *ids, e),
+		*mask = mem_calloc((size_t)seq, sizeof *mask, e);
 	void *raw = mem_aligned(geometry_token_bytes(g, SHARD_LAST), e);
 	int rc = -1;
 
 	if (!ids || !mask || !raw || cache_view_shard(l->v, row / g->shard_size, &h, e) ||
-	    shard_read(&h, g, SHARD_IDS, at, 0, seq, ids, e) || shard_read(&h, g, SHARD_MASK, at, 0, seq, mask, e))
+	    shard_read(&h, g, SHARD_IDS, at, 0, seq, ids, e) ||
+	    shard_read(&h, g, SHARD_MASK, at, 0, seq, mask, e))
 		goto out;
 	for (i = 0; i < seq; i++)
 		last = mask[i] ? i + 1 : last;
@@ -55,7 +63,9 @@ static int take_row(struct logits *l, int64_t row, struct err *e)
 		struct sample *s = &l->sample[l->n];
 		int64_t count = length - 1 < POSITIONS ? length - 1 : POSITIONS;
 
-		*s = (struct sample){ .row = row, .position = (2 * k + 1) * (length - 1) / (2 * count), .max = -INFINITY };
+		*s = (struct sample){ .row = row,
+				      .position = (2 * k + 1) * (length - 1) / (2 * count),
+				      .max = -INFINITY };
 		s->next = ids[s->position + 1];
 		s->state = mem_aligned((size_t)g->hidden * sizeof(float), e);
 		if (!s->state)
@@ -101,8 +111,11 @@ static int advance(void *ctx, int64_t i, struct err *e)
 		double x = dot(l->head + r * hidden, s->state, hidden);
 
 		if (!isfinite(x))
-			return err_refuse(e, "row %lld position %lld: the logit of token %lld is not finite", (long long)s->row,
-					  (long long)s->position, (long long)(l->row0 + r));
+			return err_refuse(e,
+					  "row %lld position %lld: the logit of token %lld is not "
+					  "finite",
+					  (long long)s->row, (long long)s->position,
+					  (long long)(l->row0 + r));
 		if (x > s->max) {
 			s->sum *= exp(s->max - x);
 			s->max = x;
@@ -129,7 +142,8 @@ static int stream_head(struct logits *l, struct err *e)
 		goto out;
 	for (l->row0 = 0; l->row0 < g->vocab; l->row0 += l->rows) {
 		l->rows = g->vocab - l->row0 < step ? g->vocab - l->row0 : step;
-		if (safetensors_read(&h.file, h.tensor[1], raw, (uint64_t)l->row0 * row, (size_t)l->rows * row, e))
+		if (safetensors_read(&h.file, h.tensor[1], raw, (uint64_t)l->row0 * row,
+				     (size_t)l->rows * row, e))
 			goto out;
 		dtype_convert(l->head, DT_F32, raw, g->dtype, (size_t)(l->rows * g->hidden));
 		if (parallel_each(l->n, parallel_threads(), advance, l, e))
@@ -154,8 +168,11 @@ static void conclude(const struct logits *l, struct text *out)
 		right += s->best == s->next;
 	}
 	if (l->n)
-		text_printf(out, "logits of %d sampled positions are finite: mean next-token loss %.3f (ln V = %.3f), arg max right "
-				 "in %.0f%%", l->n, loss / l->n, log((double)l->v->g.vocab), 100.0 * right / l->n);
+		text_printf(out,
+			    "logits of %d sampled positions are finite: mean "
+			    "next-token loss %.3f (ln V = %.3f), arg max right "
+			    "in %.0f%%",
+			    l->n, loss / l->n, log((double)l->v->g.vocab), 100.0 * right / l->n);
 	else
 		text_add(out, "no position with a next token to compute logits for");
 }

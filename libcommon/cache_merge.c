@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * cache_merge: from shards to a cache that vouches for itself. The directory decides, not the records of the run. Headers are read in parallel:
- * over a network a hundred thousand of them are latency.
+ * cache_merge: from shards to a cache that vouches for itself. The directory decides, not the
+ * records of the run. Headers are read in parallel: over a network a hundred thousand of them are
+ * latency.
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
@@ -23,16 +24,16 @@
 #include "record.h"
 #include "text.h"
 
-#define READERS 8
-#define NFS_MAGIC 0x6969
-#define NFS_PATIENCE 60.0		/* seconds: attribute caches live up to 60 */
+#define READERS      8
+#define NFS_MAGIC    0x6969
+#define NFS_PATIENCE 60.0 /* seconds: attribute caches live up to 60 */
 
 struct merge {
 	struct cache_view view;
-	bool *missing;				/* [shards] */
+	bool *missing; /* [shards] */
 	bool no_weights;
-	char (*header)[DIGEST_HEX];		/* [shards] */
-	int64_t *tokens;			/* [shards] */
+	char (*header)[DIGEST_HEX]; /* [shards] */
+	int64_t *tokens;            /* [shards] */
 	char weights[DIGEST_HEX];
 };
 
@@ -40,7 +41,8 @@ static bool is_missing(const struct cache_view *v, int64_t shard, const char *pa
 {
 	int64_t n = geometry_shard_rows(&v->g, shard);
 
-	return !shard_is_done(path, geometry_shard_bytes(&v->g, n), geometry_header(&v->g, n), v->digest);
+	return !shard_is_done(path, geometry_shard_bytes(&v->g, n), geometry_header(&v->g, n),
+			      v->digest);
 }
 
 static int look(void *ctx, int64_t shard, struct err *e)
@@ -123,16 +125,19 @@ static int refuse_missing(const struct merge *m, struct err *e)
 	if (text_ok(&t, e))
 		rc = -1;
 	else if (count)
-		rc = err_refuse(e, "'%s': shard%s %s missing (%lld of %lld)%s: run it again", m->view.dir, count > 1 ? "s" : "",
-				t.s, (long long)count, (long long)m->view.shards,
+		rc = err_refuse(e, "'%s': shard%s %s missing (%lld of %lld)%s: run it again",
+				m->view.dir, count > 1 ? "s" : "", t.s, (long long)count,
+				(long long)m->view.shards,
 				m->no_weights ? " and target_weights.safetensors" : "");
 	else if (m->no_weights)
-		rc = err_refuse(e, "'%s': target_weights.safetensors missing: run it again", m->view.dir);
+		rc = err_refuse(e, "'%s': target_weights.safetensors missing: run it again",
+				m->view.dir);
 	text_release(&t);
 	return rc;
 }
 
-static int add_file(json_t *files, const char *path, uint64_t size, const char *header, struct err *e)
+static int add_file(json_t *files, const char *path, uint64_t size, const char *header,
+		    struct err *e)
 {
 	const char *slash = strrchr(path, '/');
 	json_t *f = json_pack("{s:I, s:s}", "size", (json_int_t)size, "header_xxh3_128", header);
@@ -158,7 +163,8 @@ static int list_files(const struct merge *m, json_t *files, uint64_t *total, str
 		*total += size;
 	}
 	*total += geometry_target_weights(g);
-	return add_file(files, "target_weights.safetensors", geometry_target_weights(g), m->weights, e);
+	return add_file(files, "target_weights.safetensors", geometry_target_weights(g), m->weights,
+			e);
 }
 
 /* dspark.json first: from then on it is true of everything but `complete`, which comes last. */
@@ -173,7 +179,8 @@ static int finish(const struct merge *m, uint64_t *total, struct err *e)
 		err_fail(e, "out of memory for dspark.json");
 		goto out;
 	}
-	if (list_files(m, files, total, e) || identity_manifest(&manifest, m->view.identity, true, e))
+	if (list_files(m, files, total, e) ||
+	    identity_manifest(&manifest, m->view.identity, true, e))
 		goto out;
 	digest_xxh3(hash, manifest.s, manifest.len);
 	if (vouch_text(&vouch, &m->view.vouch.identity, files, hash, e) ||
@@ -196,10 +203,13 @@ static int report(const struct merge *m, uint64_t total, struct err *e)
 
 	for (i = 0; i < m->view.shards; i++)
 		tokens += m->tokens[i];
-	rec = json_pack("{s:s, s:s, s:s, s:b, s:I, s:I, s:I, s:I}", "record", "manifest", "cache_output_dir", m->view.dir,
-			"identity_xxh3_128", m->view.digest, "complete", 1, "rows", (json_int_t)m->view.g.rows, "tokens",
-			(json_int_t)tokens, "shards", (json_int_t)m->view.shards, "bytes", (json_int_t)total);
-	rc = rec ? record_write(stdout, rec, e) : err_fail(e, "'%s' cannot be written as a record", m->view.dir);
+	rec = json_pack("{s:s, s:s, s:s, s:b, s:I, s:I, s:I, s:I}", "record", "manifest",
+			"cache_output_dir", m->view.dir, "identity_xxh3_128", m->view.digest,
+			"complete", 1, "rows", (json_int_t)m->view.g.rows, "tokens",
+			(json_int_t)tokens, "shards", (json_int_t)m->view.shards, "bytes",
+			(json_int_t)total);
+	rc = rec ? record_write(stdout, rec, e)
+		 : err_fail(e, "'%s' cannot be written as a record", m->view.dir);
 	json_decref(rec);
 	return rc;
 }
@@ -207,10 +217,16 @@ static int report(const struct merge *m, uint64_t total, struct err *e)
 static int check(struct merge *m, struct err *e)
 {
 	if (m->view.foreign)
-		return err_refuse(e, "'%s' is not a cache of dspark (no dspark.json): there is nothing to merge", m->view.dir);
+		return err_refuse(e,
+				  "'%s' is not a cache of dspark (no dspark.json): there is "
+				  "nothing to merge",
+				  m->view.dir);
 	if (m->view.strangers)
-		return err_refuse(e, "'%s' holds shards beyond the last of this cache (%lld, one is shard-%06lld): move them away",
-				  m->view.dir, (long long)m->view.strangers, (long long)m->view.stranger);
+		return err_refuse(e,
+				  "'%s' holds shards beyond the last of this cache (%lld, "
+				  "one is shard-%06lld): move them away",
+				  m->view.dir, (long long)m->view.strangers,
+				  (long long)m->view.stranger);
 	m->missing = mem_calloc((size_t)m->view.shards, sizeof *m->missing, e);
 	m->header = mem_calloc((size_t)m->view.shards, sizeof *m->header, e);
 	m->tokens = mem_calloc((size_t)m->view.shards, sizeof *m->tokens, e);
@@ -218,7 +234,8 @@ static int check(struct merge *m, struct err *e)
 		return -1;
 	if (parallel_each(m->view.shards, READERS, look, m, e) || look_weights(m, e)) {
 		if (e->code == EXIT_REFUSED)
-			err_context(e, "damaged, 'dspark-manifest verify --discard %s' says more", m->view.dir);
+			err_context(e, "damaged, 'dspark-manifest verify --discard %s' says more",
+				    m->view.dir);
 		return -1;
 	}
 	return wait_for_names(m, e) || refuse_missing(m, e);

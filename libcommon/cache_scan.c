@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * cache_scan: one pass over a file. Floats are judged eight bytes at a time by their bits: a value is not finite when its exponent is all
- * ones, and adding one to such an exponent carries into the sign bit that was masked off.
+ * cache_scan: one pass over a file. Floats are judged eight bytes at a time by their bits: a value
+ * is not finite when its exponent is all ones, and adding one to such an exponent carries into the
+ * sign bit that was masked off.
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
@@ -18,7 +19,7 @@
 #include "json.h"
 #include "mem.h"
 
-#define PIECE ((size_t)4 << 20)
+#define PIECE        ((size_t)4 << 20)
 #define FAULTS_SHOWN 8
 
 void faults_add(struct faults *f, const char *fmt, ...)
@@ -41,18 +42,21 @@ void faults_release(struct faults *f)
 }
 
 struct pattern {
-	uint64_t exponent, one, sign;	/* of every lane of 8 bytes */
+	uint64_t exponent, one, sign; /* of every lane of 8 bytes */
 };
 
 static struct pattern pattern_of(enum dtype d)
 {
 	switch (d) {
 	case DT_BF16:
-		return (struct pattern){ 0x7f807f807f807f80, 0x0080008000800080, 0x8000800080008000 };
+		return (struct pattern){ 0x7f807f807f807f80, 0x0080008000800080,
+					 0x8000800080008000 };
 	case DT_F16:
-		return (struct pattern){ 0x7c007c007c007c00, 0x0400040004000400, 0x8000800080008000 };
+		return (struct pattern){ 0x7c007c007c007c00, 0x0400040004000400,
+					 0x8000800080008000 };
 	default:
-		return (struct pattern){ 0x7f8000007f800000, 0x0080000000800000, 0x8000000080000000 };
+		return (struct pattern){ 0x7f8000007f800000, 0x0080000000800000,
+					 0x8000000080000000 };
 	}
 }
 
@@ -83,17 +87,17 @@ static bool is_zero(const char *p, size_t n)
 	return !n || (!*p && !memcmp(p, p + 1, n - 1));
 }
 
-/* ---- one shard ---------------------------------------------------------------------------------------------------- */
+/* ---- one shard ---------------------------------------------------------------- */
 
 struct scan {
 	const struct cache_view *v;
 	struct shard_head head;
 	struct faults *f;
 	struct digest *digest;
-	char *piece;			/* PIECE bytes, or one position, or a row if that is less */
-	int64_t *line;			/* [S] */
-	bool *real;			/* [S]: must not be zero */
-	const int64_t *ids;		/* [L] captured layers */
+	char *piece;        /* PIECE bytes, or one position, or a row if that is less */
+	int64_t *line;      /* [S] */
+	bool *real;         /* [S]: must not be zero */
+	const int64_t *ids; /* [L] captured layers */
 	int64_t row;
 };
 
@@ -120,8 +124,8 @@ static void report(struct scan *s, const struct tally *t, enum shard_tensor k, c
 		snprintf(layer, sizeof layer, " (layer %lld)", (long long)s->ids[t->layer]);
 	if (t->n > 1)
 		snprintf(more, sizeof more, " and %lld more", (long long)t->n - 1);
-	faults_add(s->f, "row %lld position %lld%s of '%s'%s: %s", (long long)s->row, (long long)t->position, layer,
-		   shard_tensor_name(k), more, what);
+	faults_add(s->f, "row %lld position %lld%s of '%s'%s: %s", (long long)s->row,
+		   (long long)t->position, layer, shard_tensor_name(k), more, what);
 }
 
 static int read_piece(struct scan *s, enum shard_tensor k, int64_t first, int64_t n, void *buf)
@@ -142,11 +146,16 @@ static void check_hash(struct scan *s, enum shard_tensor k)
 		return;
 	digest_hex(s->digest, hex);
 	if (memcmp(hex, s->head.hash[k] + s->row * DIGEST_HEX, DIGEST_HEX - 1))
-		faults_add(s->f, "row %lld of '%s': its bytes do not have their hash", (long long)s->row, shard_tensor_name(k));
+		faults_add(s->f, "row %lld of '%s': its bytes do not have their hash",
+			   (long long)s->row, shard_tensor_name(k));
 }
 
-/* ids and mask: `max` is the first value too large; from `length` on every value must be `pad` (-1: any). */
-static int scan_integers(struct scan *s, enum shard_tensor k, int64_t length, int64_t max, int64_t pad)
+/*
+ * ids and mask: `max` is the first value too large; from `length` on every value must be `pad` (-1:
+ * any).
+ */
+static int scan_integers(struct scan *s, enum shard_tensor k, int64_t length, int64_t max,
+			 int64_t pad)
 {
 	struct tally range = { 0 }, pads = { 0 };
 	int64_t i, seq = s->v->g.seq_length;
@@ -161,14 +170,17 @@ static int scan_integers(struct scan *s, enum shard_tensor k, int64_t length, in
 	}
 	digest_reset(s->digest);
 	digest_update(s->digest, s->line, (size_t)length * sizeof *s->line);
-	report(s, &range, k, k == SHARD_IDS ? "a token id outside the vocabulary" : "neither 0 nor 1");
-	report(s, &pads, k, k == SHARD_IDS ? "a pad that is not the pad id" : "a pad that is not 0");
+	report(s, &range, k,
+	       k == SHARD_IDS ? "a token id outside the vocabulary" : "neither 0 nor 1");
+	report(s, &pads, k,
+	       k == SHARD_IDS ? "a pad that is not the pad id" : "a pad that is not 0");
 	check_hash(s, k);
 	return 0;
 }
 
 /* n positions from `first` in s->piece. */
-static void scan_positions(struct scan *s, enum shard_tensor k, int64_t first, int64_t n, struct tally *bad, struct tally *blank)
+static void scan_positions(struct scan *s, enum shard_tensor k, int64_t first, int64_t n,
+			   struct tally *bad, struct tally *blank)
 {
 	const struct geometry *g = &s->v->g;
 	size_t slice = (size_t)g->hidden * dtype_size(g->dtype);
@@ -202,7 +214,9 @@ static int scan_states(struct scan *s, enum shard_tensor k, int64_t length)
 			digest_update(s->digest, s->piece, (size_t)n * width);
 		scan_positions(s, k, i, n, &bad, &blank);
 	}
-	for (i = length; i < g->seq_length && (i = shard_skip_hole(&s->head, g, k, s->row, i)) < g->seq_length; i += n) {
+	for (i = length;
+	     i < g->seq_length && (i = shard_skip_hole(&s->head, g, k, s->row, i)) < g->seq_length;
+	     i += n) {
 		n = g->seq_length - i < step ? g->seq_length - i : step;
 		if (read_piece(s, k, i, n, s->piece))
 			return -1;
@@ -233,7 +247,8 @@ static int scan_row(struct scan *s, int64_t row)
 
 static int64_t *layer_ids(const struct cache_view *v, struct err *e)
 {
-	const json_t *list = json_object_get(json_object_get(v->identity, "manifest"), "target_layer_ids");
+	const json_t *list =
+		json_object_get(json_object_get(v->identity, "manifest"), "target_layer_ids");
 	int64_t *ids = mem_calloc((size_t)v->g.nids, sizeof *ids, e);
 	int i;
 
@@ -255,7 +270,10 @@ static int scan_begin(struct scan *s, int64_t **ids, struct err *e)
 	return s->digest && s->piece && s->line && s->real && s->ids ? 0 : -1;
 }
 
-/* A file that cannot be opened for what it holds is a fault of the cache; memory and descriptors are ours. */
+/*
+ * A file that cannot be opened for what it holds is a fault of the cache; memory and descriptors
+ * are ours.
+ */
 static int take_fault(struct faults *f, struct err *why, struct err *e)
 {
 	if (why->code != EXIT_REFUSED)
@@ -264,8 +282,9 @@ static int take_fault(struct faults *f, struct err *why, struct err *e)
 	return 0;
 }
 
-int cache_scan_shard(const struct cache_view *v, int64_t i, struct faults *f, char header[DIGEST_HEX],
-		     void (*read)(void *ctx, uint64_t bytes), void *ctx, struct err *e)
+int cache_scan_shard(const struct cache_view *v, int64_t i, struct faults *f,
+		     char header[DIGEST_HEX], void (*read)(void *ctx, uint64_t bytes), void *ctx,
+		     struct err *e)
 {
 	struct scan s = { .v = v, .head = SHARD_HEAD_INIT, .f = f };
 	struct err why = ERR_INIT;
@@ -293,10 +312,10 @@ out:
 	return rc;
 }
 
-/* ---- target weights ----------------------------------------------------------------------------------------------- */
+/* ---- target weights ---------------------------------------------------------------- */
 
-static void scan_matrix(const struct cache_view *v, const struct weights_head *h, int which, char *piece, struct digest *d,
-			struct faults *f)
+static void scan_matrix(const struct cache_view *v, const struct weights_head *h, int which,
+			char *piece, struct digest *d, struct faults *f)
 {
 	const struct st_tensor *t = h->tensor[which];
 	uint64_t off, size = t->end - t->begin;
@@ -325,7 +344,8 @@ static void scan_matrix(const struct cache_view *v, const struct weights_head *h
 		faults_add(f, "'%s': its bytes do not have their hash", t->name);
 }
 
-int cache_scan_weights(const struct cache_view *v, struct faults *f, char header[DIGEST_HEX], struct err *e)
+int cache_scan_weights(const struct cache_view *v, struct faults *f, char header[DIGEST_HEX],
+		       struct err *e)
 {
 	struct weights_head h = WEIGHTS_HEAD_INIT;
 	char *piece = mem_aligned(PIECE, e);

@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* cache_scan: every byte of a shard or of target weights, read once, judged and hashed. What is wrong becomes lines of text. */
+/*
+ * cache_scan: every byte of a shard or of target weights, read once, judged and hashed. What is
+ * wrong becomes lines of text.
+ */
 #ifndef DSPARK_CACHE_SCAN_H
 #define DSPARK_CACHE_SCAN_H
 
@@ -25,13 +28,16 @@ void faults_release(struct faults *f);
 bool scan_finite(const void *p, size_t bytes, enum dtype d, bool *zero);
 
 /*
- * Reads shard `i` in pieces of a few MiB: ids in [0,V), mask 0 or 1, states finite; with hashes also each row's hash, pads (ids the pad
- * id, mask and states zero) and no real position all zero (the embedding output excepted: a token may have a zero embedding); without
- * them the supervised positions must not be zero. `header` is the header's hash where it could be read. `read` (may be NULL) is told
- * bytes as they pass. -1 only where scanning itself fails.
+ * Reads shard `i` in pieces of a few MiB: ids in [0,V), mask 0 or 1, states finite; with hashes
+ * also each row's hash, pads (ids the pad id, mask and states zero) and no real position all zero
+ * (the embedding output excepted: a token may have a zero embedding); without them the supervised
+ * positions must not be zero. `header` is the header's hash where it could be read. `read` (may be
+ * NULL) is told bytes as they pass. -1 only where scanning itself fails.
  */
-int cache_scan_shard(const struct cache_view *v, int64_t i, struct faults *f, char header[DIGEST_HEX],
-		     void (*read)(void *ctx, uint64_t bytes), void *ctx, struct err *e);
-int cache_scan_weights(const struct cache_view *v, struct faults *f, char header[DIGEST_HEX], struct err *e);
+int cache_scan_shard(const struct cache_view *v, int64_t i, struct faults *f,
+		     char header[DIGEST_HEX], void (*read)(void *ctx, uint64_t bytes), void *ctx,
+		     struct err *e);
+int cache_scan_weights(const struct cache_view *v, struct faults *f, char header[DIGEST_HEX],
+		       struct err *e);
 
 #endif

@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* cache_show: a cache described for people. Headers are read in parallel, states only with --stats; sums are kept per shard and added in
- * order, so that the figures do not depend on threads. */
+/*
+ * cache_show: a cache described for people. Headers are read in parallel, states only with --stats;
+ * sums are kept per shard and added in order, so that the figures do not depend on threads.
+ */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
 #endif
@@ -21,22 +23,22 @@
 #include "parallel.h"
 #include "text.h"
 
-#define PIECE ((size_t)1 << 20)
+#define PIECE   ((size_t)1 << 20)
 #define READERS 8
 
 /* Of one layer over the positions of one shard. */
 struct figures {
 	double sum, squares, min, max;
-	int64_t n, odd;			/* finite values, others */
+	int64_t n, odd; /* finite values, others */
 };
 
 struct show {
 	struct cache_view v;
-	bool *missing, *bad;		/* [shards] */
-	int64_t *tokens;		/* [shards]; 0 = unknown */
-	int64_t *length;		/* [rows], with stats; 0 = unknown */
-	struct figures *figures;	/* [shards, L + 1], with stats */
-	struct text *why;		/* [shards]: of a bad header */
+	bool *missing, *bad;     /* [shards] */
+	int64_t *tokens;         /* [shards]; 0 = unknown */
+	int64_t *length;         /* [rows], with stats; 0 = unknown */
+	struct figures *figures; /* [shards, L + 1], with stats */
+	struct text *why;        /* [shards]: of a bad header */
 };
 
 static void line(const char *name, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
@@ -51,7 +53,7 @@ static void line(const char *name, const char *fmt, ...)
 	printf("\n");
 }
 
-/* ---- reading ------------------------------------------------------------------------------------------------------- */
+/* ---- reading ---------------------------------------------------------------- */
 
 static void figures_add(struct figures *f, const float *x, int64_t n)
 {
@@ -85,12 +87,13 @@ static void figures_merge(struct figures *to, const struct figures *f)
 }
 
 /* All real positions of one row of one tensor; `layers` figures from f on. */
-static int row_figures(const struct show *s, const struct shard_head *h, enum shard_tensor k, int64_t row, int64_t length,
-		       struct figures *f, struct err *e)
+static int row_figures(const struct show *s, const struct shard_head *h, enum shard_tensor k,
+		       int64_t row, int64_t length, struct figures *f, struct err *e)
 {
 	const struct geometry *g = &s->v.g;
 	size_t width = geometry_token_bytes(g, k);
-	int64_t step = width < PIECE ? (int64_t)(PIECE / width) : 1, layers = k == SHARD_STATES ? g->nids : 1;
+	int64_t step = width < PIECE ? (int64_t)(PIECE / width) : 1,
+		layers = k == SHARD_STATES ? g->nids : 1;
 	void *raw = mem_aligned((size_t)step * width, e);
 	float *x = mem_aligned((size_t)(step * layers * g->hidden) * sizeof *x, e);
 	int64_t i, n, p;
@@ -149,7 +152,7 @@ static int look(void *ctx, int64_t i, struct err *e)
 	return rc;
 }
 
-/* ---- printing ------------------------------------------------------------------------------------------------------ */
+/* ---- printing ---------------------------------------------------------------- */
 
 static int print_members(const json_t *o, struct err *e)
 {
@@ -158,7 +161,8 @@ static int print_members(const json_t *o, struct err *e)
 	json_t *v;
 	int rc = 0;
 
-	json_object_foreach((json_t *)o, key, v) {
+	json_object_foreach((json_t *)o, key, v)
+	{
 		if (json_is_object(v))
 			continue;
 		text_clear(&t);
@@ -185,7 +189,8 @@ static void add_size(const char *path, uint64_t *size, uint64_t *disk)
 
 static int print_sizes(const struct show *s, struct err *e)
 {
-	static const char *const other[] = { "manifest.json", "dspark.json", "target_weights.safetensors" };
+	static const char *const other[] = { "manifest.json", "dspark.json",
+					     "target_weights.safetensors" };
 	uint64_t size = 0, disk = 0;
 	struct text t = TEXT_INIT;
 	int64_t i;
@@ -238,24 +243,29 @@ static int print_shards(const struct show *s, struct err *e)
 		tokens += s->tokens[i];
 	}
 	line("shards", "%lld of %lld", (long long)present, (long long)s->v.shards);
-	if (print_set("missing shards", s->missing, s->v.shards, e) || print_set("bad shards", s->bad, s->v.shards, e))
+	if (print_set("missing shards", s->missing, s->v.shards, e) ||
+	    print_set("bad shards", s->bad, s->v.shards, e))
 		return -1;
 	for (i = 0; i < s->v.shards; i++)
 		if (s->bad[i])
 			line("", "%s", s->why[i].s);
 	if (s->v.foreign)
-		line("tokens", "%lld positions; real lengths are not recorded", (long long)(rows * g->seq_length));
+		line("tokens", "%lld positions; real lengths are not recorded",
+		     (long long)(rows * g->seq_length));
 	else if (rows)
-		line("tokens", "%lld real of %lld positions (%.1f%%)", (long long)tokens, (long long)(rows * g->seq_length),
+		line("tokens", "%lld real of %lld positions (%.1f%%)", (long long)tokens,
+		     (long long)(rows * g->seq_length),
 		     100.0 * (double)tokens / (double)(rows * g->seq_length));
 	return 0;
 }
 
 static void print_figures(const char *name, const struct figures *f)
 {
-	double n = f->n ? (double)f->n : 1, absmax = fabs(f->min) > fabs(f->max) ? fabs(f->min) : fabs(f->max);
+	double n = f->n ? (double)f->n : 1,
+	       absmax = fabs(f->min) > fabs(f->max) ? fabs(f->min) : fabs(f->max);
 
-	printf("  %-12s %12.5g %12.5g %12.5g %12.5g %12.5g", name, f->sum / n, sqrt(f->squares / n), f->min, f->max, absmax);
+	printf("  %-12s %12.5g %12.5g %12.5g %12.5g %12.5g", name, f->sum / n, sqrt(f->squares / n),
+	       f->min, f->max, absmax);
 	if (f->odd)
 		printf("   %lld not finite", (long long)f->odd);
 	printf("\n");
@@ -282,25 +292,31 @@ static void print_lengths(int64_t *length, int64_t rows)
 		sum += (double)length[i];
 	length += first;
 	if (n)
-		line("row lengths", "min %lld, 10%% %lld, 50%% %lld, 90%% %lld, max %lld, mean %.1f", (long long)length[0],
-		     (long long)length[(n - 1) / 10], (long long)length[(n - 1) / 2], (long long)length[(n - 1) * 9 / 10],
+		line("row lengths",
+		     "min %lld, 10%% %lld, 50%% %lld, 90%% %lld, max %lld, mean "
+		     "%.1f",
+		     (long long)length[0], (long long)length[(n - 1) / 10],
+		     (long long)length[(n - 1) / 2], (long long)length[(n - 1) * 9 / 10],
 		     (long long)length[n - 1], sum / (double)n);
 }
 
 static void print_stats(const struct show *s)
 {
-	const json_t *ids = json_object_get(json_object_get(s->v.identity, "manifest"), "target_layer_ids");
+	const json_t *ids =
+		json_object_get(json_object_get(s->v.identity, "manifest"), "target_layer_ids");
 	int64_t i, l, layers = s->v.g.nids + 1;
 	char name[32];
 
 	print_lengths(s->length, s->v.g.rows);
-	printf("  %-12s %12s %12s %12s %12s %12s\n", "states", "mean", "rms", "min", "max", "abs max");
+	printf("  %-12s %12s %12s %12s %12s %12s\n", "states", "mean", "rms", "min", "max",
+	       "abs max");
 	for (l = 0; l < layers; l++) {
 		struct figures sum = { 0 };
 
 		for (i = 0; i < s->v.shards; i++)
 			figures_merge(&sum, &s->figures[i * layers + l]);
-		snprintf(name, sizeof name, "layer %lld", (long long)json_integer_value(json_array_get(ids, (size_t)l)));
+		snprintf(name, sizeof name, "layer %lld",
+			 (long long)json_integer_value(json_array_get(ids, (size_t)l)));
 		print_figures(l + 1 < layers ? name : "last", &sum);
 	}
 }
@@ -334,8 +350,11 @@ int cache_show(const char *dir, bool stats, struct err *e)
 	if (show_begin(&s, dir, stats, e) || parallel_each(s.v.shards, READERS, look, &s, e))
 		goto out;
 	printf("%s: %s, %s\n", dir, s.v.complete ? "complete" : "not complete",
-	       s.v.foreign ? "not written by dspark" : s.v.vouch.program ? s.v.vouch.program : "not merged yet");
-	if (print_members(json_object_get(s.v.identity, "manifest"), e) || print_members(s.v.identity, e))
+	       s.v.foreign         ? "not written by dspark"
+	       : s.v.vouch.program ? s.v.vouch.program
+				   : "not merged yet");
+	if (print_members(json_object_get(s.v.identity, "manifest"), e) ||
+	    print_members(s.v.identity, e))
 		goto out;
 	if (!s.v.foreign)
 		line("identity", "%s", s.v.digest);

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * cache_verify: every byte of a cache against what vouches for it. Threads take one shard each; findings are printed in shard order
- * at the end. With --discard the directory is locked as merge locks it, and `complete` is cleared before the first file moves.
+ * cache_verify: every byte of a cache against what vouches for it. Threads take one shard each;
+ * findings are printed in shard order at the end. With --discard the directory is locked as merge
+ * locks it, and `complete` is cleared before the first file moves.
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
@@ -25,18 +26,18 @@
 #include "parallel.h"
 
 #define TARGET_WEIGHTS "target_weights.safetensors"
-#define TEXT_MAX ((size_t)1 << 30)
+#define TEXT_MAX       ((size_t)1 << 30)
 
 struct verify {
 	struct cache_view v;
-	bool *missing;			/* [shards] */
-	struct faults *shard;		/* [shards] */
+	bool *missing;        /* [shards] */
+	struct faults *shard; /* [shards] */
 	struct faults weights, vouch, manifest;
 	bool no_weights;
-	uint64_t bytes;			/* of all files that were read */
+	uint64_t bytes; /* of all files that were read */
 	struct progress progress;
-	uint64_t done;			/* bytes */
-	pthread_mutex_t lock;		/* of progress, bytes and done */
+	uint64_t done;        /* bytes */
+	pthread_mutex_t lock; /* of progress, bytes and done */
 };
 
 static void advance(void *ctx, uint64_t bytes)
@@ -50,7 +51,8 @@ static void advance(void *ctx, uint64_t bytes)
 }
 
 /* What dspark.json says of a file against the file. Before merge it says nothing. */
-static void check_listed(const struct verify *k, const char *name, uint64_t size, const char *header, struct faults *f)
+static void check_listed(const struct verify *k, const char *name, uint64_t size,
+			 const char *header, struct faults *f)
 {
 	const json_t *o = json_object_get(k->v.vouch.files, name);
 	const char *want = json_string_value(json_object_get(o, "header_xxh3_128"));
@@ -144,13 +146,15 @@ static int verify_manifest(struct verify *k, struct err *e)
 	} else if (k->v.complete) {
 		digest_xxh3(hash, have.s, have.len);
 		if (!k->v.vouch.files)
-			faults_add(&k->vouch, "it states no hashes although manifest.json says complete");
+			faults_add(&k->vouch,
+				   "it states no hashes although manifest.json says complete");
 		else if (strcmp(hash, k->v.vouch.manifest))
-			faults_add(&k->manifest, "it does not have the hash that dspark.json states");
+			faults_add(&k->manifest,
+				   "it does not have the hash that dspark.json states");
 	}
 	if (k->v.vouch.files && (int64_t)json_object_size(k->v.vouch.files) != k->v.shards + 1)
-		faults_add(&k->vouch, "it lists %zu files, not %lld", json_object_size(k->v.vouch.files),
-			   (long long)k->v.shards + 1);
+		faults_add(&k->vouch, "it lists %zu files, not %lld",
+			   json_object_size(k->v.vouch.files), (long long)k->v.shards + 1);
 	rc = text_ok(&k->manifest.text, e) || text_ok(&k->vouch.text, e) ? -1 : 0;
 out:
 	text_release(&have);
@@ -159,7 +163,7 @@ out:
 	return rc;
 }
 
-/* ---- what was found ----------------------------------------------------------------------------------------------- */
+/* ---- what was found ---------------------------------------------------------------- */
 
 static void print_faults(const struct verify *k, const char *name, const struct faults *f)
 {
@@ -187,8 +191,9 @@ static void print_all(const struct verify *k)
 		print_faults(k, name, &k->shard[i]);
 	}
 	if (k->v.strangers)
-		printf("%s/shard-%06lld.safetensors: beyond the last shard of this cache (%lld such files)\n", k->v.dir,
-		       (long long)k->v.stranger, (long long)k->v.strangers);
+		printf("%s/shard-%06lld.safetensors: beyond the last shard of "
+		       "this cache (%lld such files)\n",
+		       k->v.dir, (long long)k->v.stranger, (long long)k->v.strangers);
 }
 
 static bool has_faults(const struct verify *k)
@@ -204,8 +209,13 @@ static bool has_faults(const struct verify *k)
 /* "bad: shards 3, 7, target_weights.safetensors; missing: shards 12-40 (30 of 100)" */
 static int describe(const struct verify *k, struct text *out, struct err *e)
 {
-	const struct { const char *name; int64_t bad; } other[] = {
-		{ TARGET_WEIGHTS, k->weights.n }, { "manifest.json", k->manifest.n }, { "dspark.json", k->vouch.n },
+	const struct {
+		const char *name;
+		int64_t bad;
+	} other[] = {
+		{ TARGET_WEIGHTS, k->weights.n },
+		{ "manifest.json", k->manifest.n },
+		{ "dspark.json", k->vouch.n },
 	};
 	bool *bad = mem_calloc((size_t)k->v.shards, sizeof *bad, e);
 	struct text list = TEXT_INIT;
@@ -218,19 +228,22 @@ static int describe(const struct verify *k, struct text *out, struct err *e)
 		bad[i] = k->shard[i].n > 0;
 	n = cache_intervals(&list, bad, k->v.shards);
 	if (n)
-		text_printf(out, "bad: shard%s %s (%lld of %lld)", n > 1 ? "s" : "", list.s, (long long)n, (long long)k->v.shards);
+		text_printf(out, "bad: shard%s %s (%lld of %lld)", n > 1 ? "s" : "", list.s,
+			    (long long)n, (long long)k->v.shards);
 	for (o = 0; o < sizeof other / sizeof *other; o++)
 		if (other[o].bad)
 			text_printf(out, "%s%s", out->len ? ", " : "bad: ", other[o].name);
 	if (k->v.strangers)
-		text_printf(out, "%s%lld shards too many", out->len ? ", " : "bad: ", (long long)k->v.strangers);
+		text_printf(out, "%s%lld shards too many",
+			    out->len ? ", " : "bad: ", (long long)k->v.strangers);
 	text_clear(&list);
 	n = cache_intervals(&list, k->missing, k->v.shards);
 	if (n)
-		text_printf(out, "%smissing: shard%s %s (%lld of %lld)", out->len ? "; " : "", n > 1 ? "s" : "", list.s,
-			    (long long)n, (long long)k->v.shards);
+		text_printf(out, "%smissing: shard%s %s (%lld of %lld)", out->len ? "; " : "",
+			    n > 1 ? "s" : "", list.s, (long long)n, (long long)k->v.shards);
 	if (k->no_weights)
-		text_printf(out, "%s" TARGET_WEIGHTS, n ? ", " : out->len ? "; missing: " : "missing: ");
+		text_printf(out, "%s" TARGET_WEIGHTS,
+			    n ? ", " : out->len ? "; missing: " : "missing: ");
 	n = text_ok(&list, e) || text_ok(out, e);
 	text_release(&list);
 	free(bad);
@@ -246,25 +259,33 @@ static int conclude(const struct verify *k, bool discarded, struct err *e)
 	if (rc || text_ok(&size, e)) {
 		rc = -1;
 	} else if (t.len && (discarded || !has_faults(k))) {
-		rc = err_refuse(e, "'%s': %s%s: run it again", k->v.dir, t.s, discarded ? "; bad files are now *.bad" : "");
+		rc = err_refuse(e, "'%s': %s%s: run it again", k->v.dir, t.s,
+				discarded ? "; bad files are now *.bad" : "");
 	} else if (t.len) {
 		rc = err_refuse(e, "'%s': %s%s", k->v.dir, t.s,
-				k->v.foreign ? "" : ": 'dspark-manifest verify --discard' sets them aside so that running again mends");
+				k->v.foreign
+					? ""
+					: ": 'dspark-manifest verify --discard' sets them aside so "
+					  "that running again mends");
 	} else if (!k->v.complete) {
-		rc = err_refuse(e, "'%s': all %lld shards are good but it is not complete: run dspark-manifest merge", k->v.dir,
-				(long long)k->v.shards);
+		rc = err_refuse(e,
+				"'%s': all %lld shards are good but it is not complete: "
+				"run dspark-manifest merge",
+				k->v.dir, (long long)k->v.shards);
 	} else {
-		printf("%s: complete and %s: %lld rows, %lld shards, %s\n", k->v.dir, k->v.foreign ? "well-formed" : "good",
-		       (long long)k->v.g.rows, (long long)k->v.shards, size.s);
+		printf("%s: complete and %s: %lld rows, %lld shards, %s\n", k->v.dir,
+		       k->v.foreign ? "well-formed" : "good", (long long)k->v.g.rows,
+		       (long long)k->v.shards, size.s);
 		if (k->v.foreign)
-			printf("%s: not written by dspark: no hashes vouch for its bytes\n", k->v.dir);
+			printf("%s: not written by dspark: no hashes vouch for its bytes\n",
+			       k->v.dir);
 	}
 	text_release(&t);
 	text_release(&size);
 	return rc;
 }
 
-/* ---- discard ------------------------------------------------------------------------------------------------------ */
+/* ---- discard ---------------------------------------------------------------- */
 
 /* NAME becomes NAME.bad, or NAME.N.bad where that name is taken: nothing is lost. */
 static int set_aside(const char *dir, const char *name, struct err *e)
@@ -277,7 +298,9 @@ static int set_aside(const char *dir, const char *name, struct err *e)
 		to = mem_printf(e, "%s.%d.bad", from, n);
 	}
 	if (to)
-		rc = rename(from, to) && errno != ENOENT ? err_errno(e, "cannot rename '%s' to '%s'", from, to) : 0;
+		rc = rename(from, to) && errno != ENOENT
+			     ? err_errno(e, "cannot rename '%s' to '%s'", from, to)
+			     : 0;
 	if (!rc)
 		log_info("renamed '%s' to '%s'", from, to);
 	free(from);
@@ -302,7 +325,8 @@ static int reopen(const char *dir, const struct identity *id, struct err *e)
 	struct text vouch = TEXT_INIT, manifest = TEXT_INIT;
 	int rc = -1;
 
-	if (!identity_manifest(&manifest, id->json, false, e) && !vouch_text(&vouch, id, NULL, NULL, e) &&
+	if (!identity_manifest(&manifest, id->json, false, e) &&
+	    !vouch_text(&vouch, id, NULL, NULL, e) &&
 	    !cache_put(dir, "manifest.json", 0, manifest.s, manifest.len, e) &&
 	    !cache_put(dir, "dspark.json", 0, vouch.s, vouch.len, e))
 		rc = 0;
@@ -315,14 +339,17 @@ static int discard(const struct verify *k, struct err *e)
 {
 	if (k->manifest.n && set_aside(k->v.dir, "manifest.json", e))
 		return -1;
-	if (reopen(k->v.dir, &k->v.vouch.identity, e) || (k->weights.n && set_aside(k->v.dir, TARGET_WEIGHTS, e)) ||
+	if (reopen(k->v.dir, &k->v.vouch.identity, e) ||
+	    (k->weights.n && set_aside(k->v.dir, TARGET_WEIGHTS, e)) ||
 	    cache_each_shard(k->v.dir, set_aside_stranger, (void *)k, e))
 		return -1;
 	return file_fsync_dir(k->v.dir, e);
 }
 
-/* A dspark.json or manifest.json that cannot be read. Without dspark.json the manifest would pass for the reference's, so both go; the
- * next run writes them again and keeps the shards. */
+/*
+ * A dspark.json or manifest.json that cannot be read. Without dspark.json the manifest would pass
+ * for the reference's, so both go; the next run writes them again and keeps the shards.
+ */
 static int discard_unreadable(const char *dir, struct err *e)
 {
 	struct vouch v = { 0 };
@@ -330,7 +357,8 @@ static int discard_unreadable(const char *dir, struct err *e)
 	int rc = -1;
 
 	if (vouch_read(&v, dir, &why)) {
-		rc = why.code != EXIT_REFUSED || set_aside(dir, "manifest.json", e) || set_aside(dir, "dspark.json", e);
+		rc = why.code != EXIT_REFUSED || set_aside(dir, "manifest.json", e) ||
+		     set_aside(dir, "dspark.json", e);
 	} else if (v.json) {
 		rc = set_aside(dir, "manifest.json", e) || reopen(dir, &v.identity, e);
 	}
@@ -338,19 +366,22 @@ static int discard_unreadable(const char *dir, struct err *e)
 	return rc ? -1 : file_fsync_dir(dir, e);
 }
 
-/* ---- all of it ---------------------------------------------------------------------------------------------------- */
+/* ---- all of it ---------------------------------------------------------------- */
 
-static int open_all(struct verify *k, const char *dir, const struct verify_options *o, struct err *e)
+static int open_all(struct verify *k, const char *dir, const struct verify_options *o,
+		    struct err *e)
 {
 	struct err sub = ERR_INIT;
 
 	if (cache_view_open(&k->v, dir, e)) {
-		if (o->discard && e->code == EXIT_REFUSED && file_is_dir(dir) && !discard_unreadable(dir, &sub))
+		if (o->discard && e->code == EXIT_REFUSED && file_is_dir(dir) &&
+		    !discard_unreadable(dir, &sub))
 			log_info("'%s': what could not be read is set aside: run it again", dir);
 		return -1;
 	}
 	if (o->discard && k->v.foreign)
-		return err_refuse(e, "'%s' was not written by dspark: --discard leaves it alone", dir);
+		return err_refuse(e, "'%s' was not written by dspark: --discard leaves it alone",
+				  dir);
 	k->missing = mem_calloc((size_t)k->v.shards, sizeof *k->missing, e);
 	k->shard = mem_calloc((size_t)k->v.shards, sizeof *k->shard, e);
 	return k->missing && k->shard ? 0 : -1;

@@ -36,7 +36,10 @@ int cache_view_open(struct cache_view *v, const char *dir, struct err *e)
 	if (!v->dir || cache_inspect(&s, dir, e))
 		goto out;
 	if (!s.exists) {
-		err_refuse(e, "'%s' holds no cache: neither dspark.json nor manifest.json is there", dir);
+		err_refuse(e,
+			   "'%s' holds no cache: neither dspark.json nor "
+			   "manifest.json is there",
+			   dir);
 		goto out;
 	}
 	v->foreign = s.foreign;
@@ -74,7 +77,8 @@ int cache_view_shard(const struct cache_view *v, int64_t shard, struct shard_hea
 	int rc = -1;
 
 	if (path)
-		rc = shard_head_open(h, path, &v->g, geometry_shard_rows(&v->g, shard), v->digest, e);
+		rc = shard_head_open(h, path, &v->g, geometry_shard_rows(&v->g, shard), v->digest,
+				     e);
 	free(path);
 	return rc;
 }

@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* cache_view: a cache as merge, verify, show and diff read it, ours or the reference's. Nothing is locked or changed. */
+/*
+ * cache_view: a cache as merge, verify, show and diff read it, ours or the reference's. Nothing is
+ * locked or changed.
+ */
 #ifndef DSPARK_CACHE_VIEW_H
 #define DSPARK_CACHE_VIEW_H
 
@@ -16,14 +19,14 @@ struct text;
 
 struct cache_view {
 	char *dir;
-	struct vouch vouch;		/* empty if foreign */
+	struct vouch vouch; /* empty if foreign */
 	bool foreign, complete;
-	json_t *identity;		/* {"manifest": ...} alone if foreign */
-	const char *digest;		/* of the identity; NULL if foreign */
+	json_t *identity;   /* {"manifest": ...} alone if foreign */
+	const char *digest; /* of the identity; NULL if foreign */
 	struct geometry g;
 	int64_t shards;
-	bool *present;			/* [shards]: a file of that name is there */
-	int64_t strangers, stranger;	/* shard names beyond the last, and one of them */
+	bool *present;               /* [shards]: a file of that name is there */
+	int64_t strangers, stranger; /* shard names beyond the last, and one of them */
 };
 
 /* Refuses a directory without cache and everything cache_inspect and geometry_check refuse. */
@@ -31,7 +34,8 @@ int cache_view_open(struct cache_view *v, const char *dir, struct err *e);
 void cache_view_release(struct cache_view *v);
 
 /* Opens a shard's header with what the cache knows of it. */
-int cache_view_shard(const struct cache_view *v, int64_t shard, struct shard_head *h, struct err *e);
+int cache_view_shard(const struct cache_view *v, int64_t shard, struct shard_head *h,
+		     struct err *e);
 int cache_view_weights(const struct cache_view *v, struct weights_head *h, struct err *e);
 
 /* The set members of flag [n] as "12-40, 77", and how many; after 40 intervals "...". */

@@ -11,14 +11,17 @@
 #include "json.h"
 #include "mem.h"
 
-#define PAGE 4096
+#define PAGE       4096
 #define HEADER_MAX 100000000
 #define SHARDS_MAX 1000000
 
 const char *shard_tensor_name(enum shard_tensor t)
 {
 	static const char *const name[SHARD_TENSORS] = {
-		"input_ids", "loss_mask", "target_hidden_states", "target_last_hidden_states",
+		"input_ids",
+		"loss_mask",
+		"target_hidden_states",
+		"target_last_hidden_states",
 	};
 
 	return name[t];
@@ -42,20 +45,29 @@ int geometry_check(const struct geometry *g, const char *what, struct err *e)
 {
 	int64_t per_token, most, n;
 
-	if (g->rows < 0 || g->seq_length < 1 || g->shard_size < 1 || g->hidden < 1 || g->nids < 1 || g->vocab < 1)
-		return err_refuse(e, "%s: num_samples %lld, seq_length %lld, shard_size %lld, hidden_size %lld, %d captured "
-				     "layers, target_vocab_size %lld: each must be at least 1 (num_samples 0)", what,
-				  (long long)g->rows, (long long)g->seq_length, (long long)g->shard_size,
-				  (long long)g->hidden, g->nids, (long long)g->vocab);
+	if (g->rows < 0 || g->seq_length < 1 || g->shard_size < 1 || g->hidden < 1 || g->nids < 1 ||
+	    g->vocab < 1)
+		return err_refuse(e,
+				  "%s: num_samples %lld, seq_length %lld, shard_size %lld, "
+				  "hidden_size %lld, %d captured "
+				  "layers, target_vocab_size %lld: each must be at least 1 "
+				  "(num_samples 0)",
+				  what, (long long)g->rows, (long long)g->seq_length,
+				  (long long)g->shard_size, (long long)g->hidden, g->nids,
+				  (long long)g->vocab);
 	if (g->dtype != DT_F32 && g->dtype != DT_BF16 && g->dtype != DT_F16)
 		return err_refuse(e, "%s: dtype must be fp32, bf16 or fp16", what);
 	if (g->rows > 0 && (g->rows - 1) / g->shard_size >= SHARDS_MAX)
-		return err_refuse(e, "%s: %lld rows in shards of %lld are more than %d shards, which names of six digits "
-				     "cannot count: raise cache_shard_size", what, (long long)g->rows,
-				  (long long)g->shard_size, SHARDS_MAX);
+		return err_refuse(e,
+				  "%s: %lld rows in shards of %lld are more than %d shards, "
+				  "which names of six digits "
+				  "cannot count: raise cache_shard_size",
+				  what, (long long)g->rows, (long long)g->shard_size, SHARDS_MAX);
 	n = g->shard_size < g->rows ? g->shard_size : g->rows;
 	if (n > HEADER_MAX / 128 || geometry_header(g, n) > HEADER_MAX)
-		return err_refuse(e, "%s: the header of a shard of %lld rows would exceed 100 MB: lower cache_shard_size",
+		return err_refuse(e,
+				  "%s: the header of a shard of %lld rows would exceed 100 "
+				  "MB: lower cache_shard_size",
 				  what, (long long)n);
 	per_token = product(g->hidden, g->nids + 1, 4, 1);
 	most = per_token < 0 ? -1 : mem_add(per_token, 16);
@@ -67,15 +79,19 @@ int geometry_check(const struct geometry *g, const char *what, struct err *e)
 
 int geometry_read(struct geometry *g, const json_t *identity, const char *what, struct err *e)
 {
-	const json_t *m = json_object_get(identity, "manifest"), *ids = json_object_get(m, "target_layer_ids");
+	const json_t *m = json_object_get(identity, "manifest"),
+		     *ids = json_object_get(m, "target_layer_ids");
 	const char *dtype;
 
 	*g = (struct geometry){ 0 };
 	if (!json_is_object(m))
 		return err_refuse(e, "%s: the manifest's fields are missing", what);
-	if (json_int(m, what, "num_samples", &g->rows, e) || json_int(m, what, "seq_length", &g->seq_length, e) ||
-	    json_int(m, what, "shard_size", &g->shard_size, e) || json_int(m, what, "hidden_size", &g->hidden, e) ||
-	    json_int(m, what, "target_vocab_size", &g->vocab, e) || json_str(m, what, "dtype", &dtype, e) ||
+	if (json_int(m, what, "num_samples", &g->rows, e) ||
+	    json_int(m, what, "seq_length", &g->seq_length, e) ||
+	    json_int(m, what, "shard_size", &g->shard_size, e) ||
+	    json_int(m, what, "hidden_size", &g->hidden, e) ||
+	    json_int(m, what, "target_vocab_size", &g->vocab, e) ||
+	    json_str(m, what, "dtype", &dtype, e) ||
 	    json_int_or(identity, what, "pad_token_id", -1, &g->pad_token_id, e))
 		return -1;
 	if (!json_is_array(ids) || json_array_size(ids) > 100000)
@@ -106,7 +122,8 @@ uint64_t geometry_token_bytes(const struct geometry *g, enum shard_tensor t)
 	return t == SHARD_STATES ? state * (uint64_t)g->nids : state;
 }
 
-void geometry_tensors(const struct geometry *g, int64_t n, uint64_t data, struct st_tensor t[SHARD_TENSORS])
+void geometry_tensors(const struct geometry *g, int64_t n, uint64_t data,
+		      struct st_tensor t[SHARD_TENSORS])
 {
 	int i;
 
@@ -117,9 +134,11 @@ void geometry_tensors(const struct geometry *g, int64_t n, uint64_t data, struct
 			.name = (char *)shard_tensor_name(i),
 			.dtype = states ? g->dtype : DT_I64,
 			.ndim = states ? 3 : 2,
-			.shape = { n, g->seq_length, i == SHARD_STATES ? g->hidden * g->nids : g->hidden },
+			.shape = { n, g->seq_length,
+				   i == SHARD_STATES ? g->hidden * g->nids : g->hidden },
 			.begin = data,
-			.end = data + (uint64_t)n * (uint64_t)g->seq_length * geometry_token_bytes(g, i),
+			.end = data +
+			       (uint64_t)n * (uint64_t)g->seq_length * geometry_token_bytes(g, i),
 		};
 		data = t[i].end;
 	}
@@ -137,12 +156,13 @@ static uint64_t digits(int64_t n)
 }
 
 /*
- * Room for the longest header: per row its length, a hash of each tensor and their separators; 1536 bytes hold the rest (names,
- * four tensor entries with numbers of up to 20 digits, the identity).
+ * Room for the longest header: per row its length, a hash of each tensor and their separators; 1536
+ * bytes hold the rest (names, four tensor entries with numbers of up to 20 digits, the identity).
  */
 uint64_t geometry_header(const struct geometry *g, int64_t n)
 {
-	return round_up(1536 + (uint64_t)n * (digits(g->seq_length) + 1 + SHARD_TENSORS * 33), PAGE);
+	return round_up(1536 + (uint64_t)n * (digits(g->seq_length) + 1 + SHARD_TENSORS * 33),
+			PAGE);
 }
 
 uint64_t geometry_shard_bytes(const struct geometry *g, int64_t n)
@@ -159,17 +179,20 @@ uint64_t geometry_target_weights(const struct geometry *g)
 }
 
 /*
- * x bytes anywhere touch less than x / block + 2 blocks; header, ids and mask are one whole run. File systems count the blocks
- * of a long extent map too: one for about 300 extents.
+ * x bytes anywhere touch less than x / block + 2 blocks; header, ids and mask are one whole run.
+ * File systems count the blocks of a long extent map too: one for about 300 extents.
  */
-uint64_t geometry_allocated(const struct geometry *g, int64_t n, int64_t tokens, uint64_t block, bool sparse)
+uint64_t geometry_allocated(const struct geometry *g, int64_t n, int64_t tokens, uint64_t block,
+			    bool sparse)
 {
-	uint64_t full = round_up(geometry_shard_bytes(g, n), block), b, extents = 2 * (uint64_t)n + 1;
+	uint64_t full = round_up(geometry_shard_bytes(g, n), block), b,
+		 extents = 2 * (uint64_t)n + 1;
 	int i;
 
 	if (!sparse || !n)
 		return full;
-	b = round_up(geometry_header(g, n) + 16 * (uint64_t)n * (uint64_t)g->seq_length, block) / block;
+	b = round_up(geometry_header(g, n) + 16 * (uint64_t)n * (uint64_t)g->seq_length, block) /
+	    block;
 	for (i = SHARD_STATES; i <= SHARD_LAST; i++)
 		b += geometry_token_bytes(g, i) * (uint64_t)tokens / block + 2 * (uint64_t)n;
 	if (extents > 4)

@@ -64,16 +64,15 @@ static int by_name(const void *a, const void *b)
 /* The keys of both objects, sorted, doubles possible. NULL when out of memory. */
 static const char **keys_of(const json_t *a, const json_t *b, size_t *n)
 {
-	const char **key = malloc((json_object_size(a) + json_object_size(b) + 1) * sizeof *key), *k;
+	const char **key = malloc((json_object_size(a) + json_object_size(b) + 1) * sizeof *key),
+		   *k;
 	json_t *v;
 
 	*n = 0;
 	if (!key)
 		return NULL;
-	json_object_foreach((json_t *)a, k, v)
-		key[(*n)++] = k;
-	json_object_foreach((json_t *)b, k, v)
-		key[(*n)++] = k;
+	json_object_foreach((json_t *)a, k, v) key[(*n)++] = k;
+	json_object_foreach((json_t *)b, k, v) key[(*n)++] = k;
 	qsort(key, *n, sizeof *key, by_name);
 	return key;
 }
@@ -90,8 +89,8 @@ static void compare(struct text *out, const json_t *have, const json_t *want, co
 	for (i = 0; i < n; i++) {
 		const json_t *a = member(have, key[i]), *b = member(want, key[i]);
 
-		if ((i && !strcmp(key[i], key[i - 1])) || is_ignored(key[i]) || (skip && !strcmp(key[i], skip)) ||
-		    is_same(a, b))
+		if ((i && !strcmp(key[i], key[i - 1])) || is_ignored(key[i]) ||
+		    (skip && !strcmp(key[i], skip)) || is_same(a, b))
 			continue;
 		if (out->len)
 			text_add(out, "\n");
@@ -116,7 +115,8 @@ int identity_manifest(struct text *out, const json_t *identity, bool complete, s
 	int rc = -1;
 
 	if (!m || json_object_set_new(m, "complete", json_boolean(complete)) ||
-	    (!json_object_get(m, "format_version") && json_object_set_new(m, "format_version", json_integer(1)))) {
+	    (!json_object_get(m, "format_version") &&
+	     json_object_set_new(m, "format_version", json_integer(1)))) {
 		err_fail(e, "out of memory for a manifest");
 		goto out;
 	}

@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* parallel: workers draw indices from one counter; whoever fails first keeps its sentence and closes the counter. */
+/*
+ * parallel: workers draw indices from one counter; whoever fails first keeps its sentence and
+ * closes the counter.
+ */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
 #endif
@@ -19,7 +22,7 @@ struct crew {
 	int64_t n;
 	_Atomic int64_t next;
 	pthread_mutex_t lock;
-	struct err err;			/* under lock */
+	struct err err; /* under lock */
 };
 
 static void *labour(void *arg)
@@ -41,15 +44,19 @@ static void *labour(void *arg)
 	return NULL;
 }
 
-int parallel_each(int64_t n, int threads, int (*work)(void *ctx, int64_t i, struct err *e), void *ctx, struct err *e)
+int parallel_each(int64_t n, int threads, int (*work)(void *ctx, int64_t i, struct err *e),
+		  void *ctx, struct err *e)
 {
-	struct crew c = { .work = work, .ctx = ctx, .n = n, .lock = PTHREAD_MUTEX_INITIALIZER, .err = ERR_INIT };
+	struct crew c = {
+		.work = work, .ctx = ctx, .n = n, .lock = PTHREAD_MUTEX_INITIALIZER, .err = ERR_INIT
+	};
 	pthread_t hand[THREADS_MAX];
 	int hands = 0;
 
 	if (threads > THREADS_MAX)
 		threads = THREADS_MAX;
-	while (hands + 1 < threads && hands + 1 < n && !pthread_create(&hand[hands], NULL, labour, &c))
+	while (hands + 1 < threads && hands + 1 < n &&
+	       !pthread_create(&hand[hands], NULL, labour, &c))
 		hands++;
 	labour(&c);
 	while (hands)

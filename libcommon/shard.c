@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * shard: rows go to their final offsets as they come, so memory is one padded line of ids. Writeback is started behind each row: the
- * fsync of publish then finds little left to do.
+ * shard: rows go to their final offsets as they come, so memory is one padded line of ids.
+ * Writeback is started behind each row: the fsync of publish then finds little left to do.
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
@@ -21,15 +21,16 @@
 #include "shard.h"
 #include "text.h"
 
-#define ALIGN 4096
-#define PIECE ((size_t)4 << 20)		/* hashed and written while it is in the CPU's cache */
-#define STRIDE (DIGEST_HEX)		/* 32 digits and a comma */
+#define ALIGN  4096
+#define PIECE  ((size_t)4 << 20) /* hashed and written while it is in the CPU's cache */
+#define STRIDE (DIGEST_HEX)      /* 32 digits and a comma */
 
 char *shard_path(const char *dir, int64_t index, struct err *e)
 {
 	size_t len = strlen(dir);
 
-	return mem_printf(e, "%s%sshard-%06lld.safetensors", dir, len && dir[len - 1] == '/' ? "" : "/", (long long)index);
+	return mem_printf(e, "%s%sshard-%06lld.safetensors", dir,
+			  len && dir[len - 1] == '/' ? "" : "/", (long long)index);
 }
 
 bool shard_is_done(const char *path, uint64_t size, uint64_t header, const char *identity)
@@ -49,12 +50,13 @@ bool shard_is_done(const char *path, uint64_t size, uint64_t header, const char 
 	       pread(fd, buf, sizeof buf, 0) == (ssize_t)sizeof buf;
 	for (i = 7; done && i >= 0; i--)
 		length = length << 8 | buf[i];
-	done = done && length + 8 == header && memmem(buf + 8, sizeof buf - 8, member, strlen(member));
+	done = done && length + 8 == header &&
+	       memmem(buf + 8, sizeof buf - 8, member, strlen(member));
 	close(fd);
 	return done;
 }
 
-/* ---- writing ---------------------------------------------------------------------------------------------------- */
+/* ---- writing ---------------------------------------------------------------- */
 
 int shard_begin(struct shard_writer *w, const struct cache *c, int64_t index, struct err *e)
 {
@@ -64,8 +66,8 @@ int shard_begin(struct shard_writer *w, const struct cache *c, int64_t index, st
 
 	*w = (struct shard_writer){ .file = FILE_NEW_INIT, .cache = c, .index = index };
 	if (index < 0 || index >= geometry_shards(g)) {
-		err_fail(e, "shard %lld of a cache of %lld shards cannot be written", (long long)index,
-			 (long long)geometry_shards(g));
+		err_fail(e, "shard %lld of a cache of %lld shards cannot be written",
+			 (long long)index, (long long)geometry_shards(g));
 		goto out;
 	}
 	w->rows = geometry_shard_rows(g, index);
@@ -75,7 +77,8 @@ int shard_begin(struct shard_writer *w, const struct cache *c, int64_t index, st
 	w->line = mem_calloc((size_t)g->seq_length, sizeof *w->line, e);
 	w->digest = digest_new(e);
 	path = shard_path(c->dir, index, e);
-	if (!w->row_tokens || !w->hash || !w->line || !w->digest || !path || file_new_open(&w->file, path, c->rank, e))
+	if (!w->row_tokens || !w->hash || !w->line || !w->digest || !path ||
+	    file_new_open(&w->file, path, c->rank, e))
 		goto out;
 	if (ftruncate(w->file.fd, (off_t)w->tensor[SHARD_LAST].end)) {
 		err_errno(e, "cannot size '%s'", w->file.tmp);
@@ -90,10 +93,12 @@ out:
 }
 
 /* Bytes [0, n) of row `row` of tensor t from `src`, hashed on the way. */
-static int put(struct shard_writer *w, int64_t row, enum shard_tensor t, const void *src, size_t hashed, size_t n, struct err *e)
+static int put(struct shard_writer *w, int64_t row, enum shard_tensor t, const void *src,
+	       size_t hashed, size_t n, struct err *e)
 {
 	const struct geometry *g = &w->cache->g;
-	uint64_t start = w->tensor[t].begin + (uint64_t)row * (uint64_t)g->seq_length * geometry_token_bytes(g, t);
+	uint64_t start = w->tensor[t].begin +
+			 (uint64_t)row * (uint64_t)g->seq_length * geometry_token_bytes(g, t);
 	const char *p = src;
 	size_t at, k;
 
@@ -113,16 +118,20 @@ static int put(struct shard_writer *w, int64_t row, enum shard_tensor t, const v
 	return 0;
 }
 
-int shard_row(struct shard_writer *w, int64_t row, const int32_t *ids, const uint8_t *mask, int64_t len, const void *states,
-	      const void *last, struct err *e)
+int shard_row(struct shard_writer *w, int64_t row, const int32_t *ids, const uint8_t *mask,
+	      int64_t len, const void *states, const void *last, struct err *e)
 {
 	const struct geometry *g = &w->cache->g;
-	size_t real = (size_t)len * sizeof(int64_t), whole = (size_t)g->seq_length * sizeof(int64_t);
+	size_t real = (size_t)len * sizeof(int64_t),
+	       whole = (size_t)g->seq_length * sizeof(int64_t);
 	int64_t i;
 
 	if (row < 0 || row >= w->rows || len < 1 || len > g->seq_length || w->row_tokens[row])
-		return err_fail(e, "row %lld of shard %lld with %lld tokens cannot be written: not in the shard, not 1 to %lld "
-				   "tokens, or there already", (long long)row, (long long)w->index, (long long)len,
+		return err_fail(e,
+				"row %lld of shard %lld with %lld tokens cannot be "
+				"written: not in the shard, not 1 to %lld "
+				"tokens, or there already",
+				(long long)row, (long long)w->index, (long long)len,
 				(long long)g->seq_length);
 	for (i = 0; i < g->seq_length; i++)
 		w->line[i] = i < len ? ids[i] : g->pad_token_id;
@@ -147,7 +156,9 @@ static int set(json_t *o, const char *key, const struct text *t, struct err *e)
 {
 	if (text_ok(t, e))
 		return -1;
-	return json_object_set_new(o, key, json_string(t->s)) ? err_fail(e, "out of memory for a shard's header") : 0;
+	return json_object_set_new(o, key, json_string(t->s))
+		       ? err_fail(e, "out of memory for a shard's header")
+		       : 0;
 }
 
 static json_t *metadata(const struct shard_writer *w, struct err *e)
@@ -194,8 +205,11 @@ int shard_publish(struct shard_writer *w, uint64_t *bytes, struct err *e)
 	int rc = -1;
 
 	if (w->written != w->rows) {
-		err_fail(e, "shard %lld cannot be published: %lld of its %lld rows are missing", (long long)w->index,
-			 (long long)(w->rows - w->written), (long long)w->rows);
+		err_fail(e,
+			 "shard %lld cannot be published: %lld of its %lld rows are "
+			 "missing",
+			 (long long)w->index, (long long)(w->rows - w->written),
+			 (long long)w->rows);
 		goto out;
 	}
 	m = metadata(w, e);
@@ -222,7 +236,7 @@ void shard_abort(struct shard_writer *w)
 	*w = (struct shard_writer){ .file = FILE_NEW_INIT };
 }
 
-/* ---- reading ---------------------------------------------------------------------------------------------------- */
+/* ---- reading ---------------------------------------------------------------- */
 
 static int check_tensors(struct shard_head *h, const struct geometry *g, bool ours, struct err *e)
 {
@@ -230,7 +244,8 @@ static int check_tensors(struct shard_head *h, const struct geometry *g, bool ou
 	int i, d;
 
 	if (h->file.n != SHARD_TENSORS)
-		return err_refuse(e, "'%s' holds %zu tensors, not %d", h->file.path, h->file.n, SHARD_TENSORS);
+		return err_refuse(e, "'%s' holds %zu tensors, not %d", h->file.path, h->file.n,
+				  SHARD_TENSORS);
 	geometry_tensors(g, h->rows, geometry_header(g, h->rows), want);
 	for (i = 0; i < SHARD_TENSORS; i++) {
 		const struct st_tensor *t = safetensors_find(&h->file, want[i].name);
@@ -239,15 +254,21 @@ static int check_tensors(struct shard_head *h, const struct geometry *g, bool ou
 		if (!t)
 			return err_refuse(e, "'%s' has no tensor '%s'", h->file.path, want[i].name);
 		if (t->dtype != want[i].dtype)
-			return err_refuse(e, "'%s': '%s' is %s, not %s", h->file.path, t->name, dtype_name(t->dtype),
-					  dtype_name(want[i].dtype));
-		for (d = 0; d < want[i].ndim && t->ndim == want[i].ndim && t->shape[d] == want[i].shape[d]; d++)
+			return err_refuse(e, "'%s': '%s' is %s, not %s", h->file.path, t->name,
+					  dtype_name(t->dtype), dtype_name(want[i].dtype));
+		for (d = 0;
+		     d < want[i].ndim && t->ndim == want[i].ndim && t->shape[d] == want[i].shape[d];
+		     d++)
 			;
 		if (d < want[i].ndim)
-			return err_refuse(e, "'%s': '%s' does not have the shape of %lld rows of this cache", h->file.path,
-					  t->name, (long long)h->rows);
+			return err_refuse(e,
+					  "'%s': '%s' does not have the shape of %lld rows of this "
+					  "cache",
+					  h->file.path, t->name, (long long)h->rows);
 		if (ours && (t->begin != want[i].begin || t->end != want[i].end))
-			return err_refuse(e, "'%s': '%s' lies elsewhere than this cache's layout says", h->file.path, t->name);
+			return err_refuse(e,
+					  "'%s': '%s' lies elsewhere than this cache's layout says",
+					  h->file.path, t->name);
 	}
 	return 0;
 }
@@ -263,11 +284,16 @@ static int read_lengths(struct shard_head *h, const struct geometry *g, struct e
 		return -1;
 	for (r = 0; s && r < h->rows; r++, s = end + 1) {
 		h->row_tokens[r] = *s >= '0' && *s <= '9' ? strtoll(s, &end, 10) : 0;
-		if (h->row_tokens[r] < 1 || h->row_tokens[r] > g->seq_length || *end != (r + 1 < h->rows ? ',' : '\0'))
+		if (h->row_tokens[r] < 1 || h->row_tokens[r] > g->seq_length ||
+		    *end != (r + 1 < h->rows ? ',' : '\0'))
 			break;
 	}
-	return s && r == h->rows ? 0 : err_refuse(e, "'%s': row_tokens is not a length from 1 to %lld for each of %lld rows",
-						  h->file.path, (long long)g->seq_length, (long long)h->rows);
+	return s && r == h->rows
+		       ? 0
+		       : err_refuse(e,
+				    "'%s': row_tokens is not a length from 1 to %lld for each "
+				    "of %lld rows",
+				    h->file.path, (long long)g->seq_length, (long long)h->rows);
 }
 
 static bool is_digest(const char *s)
@@ -283,10 +309,12 @@ static int read_hashes(struct shard_head *h, enum shard_tensor t, struct err *e)
 	snprintf(key, sizeof key, "xxh3_128.%s", shard_tensor_name(t));
 	h->hash[t] = safetensors_meta(&h->file, key);
 	if (!h->hash[t] || strlen(h->hash[t]) + 1 != (size_t)h->rows * STRIDE)
-		return err_refuse(e, "'%s': %s is not a hash for each of %lld rows", h->file.path, key, (long long)h->rows);
+		return err_refuse(e, "'%s': %s is not a hash for each of %lld rows", h->file.path,
+				  key, (long long)h->rows);
 	for (r = 0; r < h->rows; r++)
 		if (!is_digest(h->hash[t] + r * STRIDE))
-			return err_refuse(e, "'%s': %s has no hash for row %lld", h->file.path, key, (long long)r);
+			return err_refuse(e, "'%s': %s has no hash for row %lld", h->file.path, key,
+					  (long long)r);
 	return 0;
 }
 
@@ -309,11 +337,12 @@ static int check_identity(const struct safetensors *s, const char *identity, str
 
 	if (have && !strcmp(have, identity))
 		return 0;
-	return err_refuse(e, "'%s' belongs to another cache: its identity is %s, not %s", s->path, have ? have : "absent",
-			  identity);
+	return err_refuse(e, "'%s' belongs to another cache: its identity is %s, not %s", s->path,
+			  have ? have : "absent", identity);
 }
 
-static int check_ours(struct shard_head *h, const struct geometry *g, const char *identity, struct err *e)
+static int check_ours(struct shard_head *h, const struct geometry *g, const char *identity,
+		      struct err *e)
 {
 	int i;
 
@@ -325,8 +354,8 @@ static int check_ours(struct shard_head *h, const struct geometry *g, const char
 	return hash_header(&h->file, h->header_xxh3, e);
 }
 
-int shard_head_open(struct shard_head *h, const char *path, const struct geometry *g, int64_t n, const char *identity,
-		    struct err *e)
+int shard_head_open(struct shard_head *h, const char *path, const struct geometry *g, int64_t n,
+		    const char *identity, struct err *e)
 {
 	*h = (struct shard_head)SHARD_HEAD_INIT;
 	h->rows = n;
@@ -344,8 +373,8 @@ void shard_head_release(struct shard_head *h)
 	*h = (struct shard_head)SHARD_HEAD_INIT;
 }
 
-int shard_read(const struct shard_head *h, const struct geometry *g, enum shard_tensor t, int64_t row, int64_t first, int64_t n,
-	       void *buf, struct err *e)
+int shard_read(const struct shard_head *h, const struct geometry *g, enum shard_tensor t,
+	       int64_t row, int64_t first, int64_t n, void *buf, struct err *e)
 {
 	uint64_t width = geometry_token_bytes(g, t);
 
@@ -353,10 +382,12 @@ int shard_read(const struct shard_head *h, const struct geometry *g, enum shard_
 			  h->tensor[t]->begin + (uint64_t)(row * g->seq_length + first) * width, e);
 }
 
-int64_t shard_skip_hole(const struct shard_head *h, const struct geometry *g, enum shard_tensor t, int64_t row, int64_t first)
+int64_t shard_skip_hole(const struct shard_head *h, const struct geometry *g, enum shard_tensor t,
+			int64_t row, int64_t first)
 {
 #ifdef SEEK_DATA
-	uint64_t width = geometry_token_bytes(g, t), start = h->tensor[t]->begin + (uint64_t)(row * g->seq_length) * width;
+	uint64_t width = geometry_token_bytes(g, t),
+		 start = h->tensor[t]->begin + (uint64_t)(row * g->seq_length) * width;
 	off_t data = lseek(h->file.fd, (off_t)(start + (uint64_t)first * width), SEEK_DATA);
 	int64_t at;
 
@@ -370,14 +401,15 @@ int64_t shard_skip_hole(const struct shard_head *h, const struct geometry *g, en
 #endif
 }
 
-/* ---- target weights ---------------------------------------------------------------------------------------------- */
+/* ---- target weights ---------------------------------------------------------------- */
 
 const char *weights_name(int which)
 {
 	return which ? "lm_head.weight" : "embed_tokens.weight";
 }
 
-static int check_matrix(struct weights_head *h, const struct geometry *g, int which, bool ours, struct err *e)
+static int check_matrix(struct weights_head *h, const struct geometry *g, int which, bool ours,
+			struct err *e)
 {
 	const struct st_tensor *t = safetensors_find(&h->file, weights_name(which));
 	char key[64];
@@ -385,19 +417,22 @@ static int check_matrix(struct weights_head *h, const struct geometry *g, int wh
 	h->tensor[which] = t;
 	if (!t)
 		return err_refuse(e, "'%s' has no tensor '%s'", h->file.path, weights_name(which));
-	if (t->dtype != g->dtype || t->ndim != 2 || t->shape[0] != g->vocab || t->shape[1] != g->hidden)
-		return err_refuse(e, "'%s': '%s' is not %s [%lld, %lld]", h->file.path, t->name, dtype_name(g->dtype),
-				  (long long)g->vocab, (long long)g->hidden);
+	if (t->dtype != g->dtype || t->ndim != 2 || t->shape[0] != g->vocab ||
+	    t->shape[1] != g->hidden)
+		return err_refuse(e, "'%s': '%s' is not %s [%lld, %lld]", h->file.path, t->name,
+				  dtype_name(g->dtype), (long long)g->vocab, (long long)g->hidden);
 	if (!ours)
 		return 0;
 	snprintf(key, sizeof key, "xxh3_128.%s", t->name);
 	h->hash[which] = safetensors_meta(&h->file, key);
-	if (!h->hash[which] || strlen(h->hash[which]) != DIGEST_HEX - 1 || !is_digest(h->hash[which]))
+	if (!h->hash[which] || strlen(h->hash[which]) != DIGEST_HEX - 1 ||
+	    !is_digest(h->hash[which]))
 		return err_refuse(e, "'%s' has no hash of '%s'", h->file.path, t->name);
 	return 0;
 }
 
-int weights_head_open(struct weights_head *h, const char *path, const struct geometry *g, const char *identity, struct err *e)
+int weights_head_open(struct weights_head *h, const char *path, const struct geometry *g,
+		      const char *identity, struct err *e)
 {
 	*h = (struct weights_head)WEIGHTS_HEAD_INIT;
 	if (safetensors_open(&h->file, path, e) || check_matrix(h, g, 0, identity != NULL, e) ||
@@ -408,11 +443,13 @@ int weights_head_open(struct weights_head *h, const char *path, const struct geo
 		goto fail;
 	}
 	if (identity && h->file.size != geometry_target_weights(g)) {
-		err_refuse(e, "'%s' has %llu bytes, not %llu", path, (unsigned long long)h->file.size,
+		err_refuse(e, "'%s' has %llu bytes, not %llu", path,
+			   (unsigned long long)h->file.size,
 			   (unsigned long long)geometry_target_weights(g));
 		goto fail;
 	}
-	if (!identity || (!check_identity(&h->file, identity, e) && !hash_header(&h->file, h->header_xxh3, e)))
+	if (!identity ||
+	    (!check_identity(&h->file, identity, e) && !hash_header(&h->file, h->header_xxh3, e)))
 		return 0;
 fail:
 	weights_head_release(h);

@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* vouch: dspark.json is written by hand, line by line, so that its bytes are fixed and its last line can seal the others. */
+/*
+ * vouch: dspark.json is written by hand, line by line, so that its bytes are fixed and its last
+ * line can seal the others.
+ */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
 #endif
@@ -17,29 +20,34 @@
 #define PACKAGE_VERSION "unknown"
 #endif
 
-#define FORMAT "dspark-cache"
-#define VERSION 1
+#define FORMAT        "dspark-cache"
+#define VERSION       1
 #define SIZE_MAX_JSON ((size_t)1 << 30)
-#define SEAL "  \"xxh3_128\": \""
-#define SEAL_END "\"\n}\n"
+#define SEAL          "  \"xxh3_128\": \""
+#define SEAL_END      "\"\n}\n"
 
-int vouch_text(struct text *out, const struct identity *id, const json_t *files, const char *manifest, struct err *e)
+int vouch_text(struct text *out, const struct identity *id, const json_t *files,
+	       const char *manifest, struct err *e)
 {
 	char seal[DIGEST_HEX];
 	const char *name, *comma = "";
 	json_t *f;
 
-	text_printf(out, "{\n  \"format\": \"" FORMAT "\",\n  \"version\": %d,\n  \"identity\": ", VERSION);
+	text_printf(out, "{\n  \"format\": \"" FORMAT "\",\n  \"version\": %d,\n  \"identity\": ",
+		    VERSION);
 	json_python(out, id->json, -1, true);
 	text_printf(out, ",\n  \"identity_xxh3_128\": \"%s\",\n", id->digest);
 	if (files) {
 		text_add(out, "  \"files\": {");
-		json_object_foreach((json_t *)files, name, f) {
+		json_object_foreach((json_t *)files, name, f)
+		{
 			text_printf(out, "%s\n    \"%s\": ", comma, name);
 			json_python(out, f, -1, false);
 			comma = ",";
 		}
-		text_printf(out, "\n  },\n  \"manifest_xxh3_128\": \"%s\",\n  \"program\": \"dspark " PACKAGE_VERSION "\",\n",
+		text_printf(out,
+			    "\n  },\n  \"manifest_xxh3_128\": \"%s\",\n  \"program\": "
+			    "\"dspark " PACKAGE_VERSION "\",\n",
 			    manifest);
 	}
 	if (text_ok(out, e))
@@ -69,20 +77,24 @@ static int parse(struct vouch *v, const struct text *t, const char *path, struct
 	int64_t version;
 
 	v->json = json_parse(t->s, t->len, path, e);
-	if (!v->json || json_str(v->json, path, "format", &format, e) || json_int(v->json, path, "version", &version, e))
+	if (!v->json || json_str(v->json, path, "format", &format, e) ||
+	    json_int(v->json, path, "version", &version, e))
 		return -1;
 	if (strcmp(format, FORMAT) || version != VERSION)
-		return err_refuse(e, "'%s' has format '%s' version %lld, not '" FORMAT "' version %d", path, format,
-				  (long long)version, VERSION);
+		return err_refuse(e,
+				  "'%s' has format '%s' version %lld, not '" FORMAT "' version %d",
+				  path, format, (long long)version, VERSION);
 	v->identity.json = json_incref(json_object_get(v->json, "identity"));
 	if (!json_is_object(v->identity.json))
 		return err_refuse(e, "'%s' has no identity", path);
-	if (json_str(v->json, path, "identity_xxh3_128", &digest, e) || identity_finish(&v->identity, e) ||
+	if (json_str(v->json, path, "identity_xxh3_128", &digest, e) ||
+	    identity_finish(&v->identity, e) ||
 	    json_str_or(v->json, path, "manifest_xxh3_128", NULL, &v->manifest, e) ||
 	    json_str_or(v->json, path, "program", NULL, &v->program, e))
 		return -1;
 	v->files = json_object_get(v->json, "files");
-	if (strcmp(digest, v->identity.digest) || (v->files && (!json_is_object(v->files) || !v->manifest)))
+	if (strcmp(digest, v->identity.digest) ||
+	    (v->files && (!json_is_object(v->files) || !v->manifest)))
 		return err_refuse(e, "'%s' contradicts itself: it was not written by dspark", path);
 	return 0;
 }
@@ -103,8 +115,11 @@ int vouch_read(struct vouch *v, const char *dir, struct err *e)
 	if (file_read_all(path, SIZE_MAX_JSON, &t, e))
 		goto out;
 	if (!is_sealed(&t)) {
-		err_refuse(e, "'%s' is damaged: its bytes are not those its last member vouches for; move it and manifest.json "
-			      "away and run it again (good shards are kept)", path);
+		err_refuse(e,
+			   "'%s' is damaged: its bytes are not those its last member "
+			   "vouches for; move it and manifest.json "
+			   "away and run it again (good shards are kept)",
+			   path);
 		goto out;
 	}
 	rc = parse(v, &t, path, e);

@@ -4,12 +4,13 @@
  *
  *	make_cache DIR [KEY=VALUE]...
  *
- *	rows seq shard hidden ids vocab seed	numbers; dtype=fp32|bf16|fp16; name=TEXT is target_model
- *	from=CACHE tokens=FILE			values of another cache, row lengths of a tokens file
+ *	rows seq shard hidden ids vocab seed	numbers
+ *	dtype=fp32|bf16|fp16 name=TEXT		name is target_model
+ *	from=CACHE tokens=FILE			values of another cache, lengths of a tokens file
  *	skip=A,B-C				shards that are left out
  *	plan=TEXT rank=N			who writes
  *	wait=1					after opening, waits for the end of stdin
- *	die=N					kills itself with SIGKILL inside the N-th shard it writes
+ *	die=N					SIGKILL to itself inside the N-th shard it writes
  *
  * Exit status as the commands'.
  */
@@ -98,21 +99,25 @@ static bool listed(const char *list, int64_t n)
 	return false;
 }
 
-static int row_from(struct job *j, int64_t row, int32_t *ids, uint8_t *mask, void *states, void *last, int64_t *len, struct err *e)
+static int row_from(struct job *j, int64_t row, int32_t *ids, uint8_t *mask, void *states,
+		    void *last, int64_t *len, struct err *e)
 {
 	struct shard_head h;
 	int64_t shard = row / j->g.shard_size, at = row % j->g.shard_size;
 	int rc;
 
 	*len = tokens_length(&j->tokens, row);
-	if (tokens_rows(&j->tokens, row, 1, ids, mask, e) || cache_view_shard(&j->from, shard, &h, e))
+	if (tokens_rows(&j->tokens, row, 1, ids, mask, e) ||
+	    cache_view_shard(&j->from, shard, &h, e))
 		return -1;
-	rc = shard_read(&h, &j->g, SHARD_STATES, at, 0, *len, states, e) || shard_read(&h, &j->g, SHARD_LAST, at, 0, *len, last, e);
+	rc = shard_read(&h, &j->g, SHARD_STATES, at, 0, *len, states, e) ||
+	     shard_read(&h, &j->g, SHARD_LAST, at, 0, *len, last, e);
 	shard_head_release(&h);
 	return rc ? -1 : 0;
 }
 
-static int row_made(struct job *j, int64_t row, int32_t *ids, uint8_t *mask, void *states, void *last, int64_t *len)
+static int row_made(struct job *j, int64_t row, int32_t *ids, uint8_t *mask, void *states,
+		    void *last, int64_t *len)
 {
 	int64_t i;
 
@@ -138,7 +143,7 @@ static int write_shard(struct job *j, const struct cache *c, int64_t shard, bool
 	int64_t n = geometry_shard_rows(&j->g, shard), r, len;
 	int rc = shard_begin(&w, c, shard, e);
 
-	for (r = n - 1; r >= 0 && !rc; r--) {		/* any order is legal */
+	for (r = n - 1; r >= 0 && !rc; r--) { /* any order is legal */
 		int64_t row = shard * j->g.shard_size + r;
 
 		rc = j->from.dir ? row_from(j, row, ids, mask, states, last, &len, e)
@@ -165,17 +170,22 @@ static json_t *manifest(const struct job *j)
 
 	for (i = 0; i < j->g.nids; i++)
 		json_array_append_new(ids, json_integer(i));
-	return json_pack("{s:s, s:s, s:i, s:I, s:b, s:b, s:i, s:I, s:I, s:I, s:i, s:I, s:I, s:o, s:s, s:s, s:I, s:s, s:n}",
-			 "chat_template_sha256", "0123", "dtype", dtype_recipe_name(j->g.dtype), "format_version", 1,
-			 "hidden_size", (json_int_t)j->g.hidden, "mask_generation_prompt", 0, "mask_reasoning_content", 0,
-			 "num_hidden_layers", 8, "num_samples", (json_int_t)j->g.rows, "seq_length", (json_int_t)j->g.seq_length,
-			 "shard_size", (json_int_t)j->g.shard_size, "shuffle_seed", 42, "target_hidden_dim",
-			 (json_int_t)(j->g.hidden * j->g.nids), "target_last_hidden_dim", (json_int_t)j->g.hidden,
-			 "target_layer_ids", ids, "target_model", j->name, "target_model_type", "qwen3", "target_vocab_size",
-			 (json_int_t)j->g.vocab, "train_data_path", "rows.jsonl", "train_split");
+	return json_pack("{s:s, s:s, s:i, s:I, s:b, s:b, s:i, s:I, s:I, s:I, s:i, "
+			 "s:I, s:I, s:o, s:s, s:s, s:I, s:s, s:n}",
+			 "chat_template_sha256", "0123", "dtype", dtype_recipe_name(j->g.dtype),
+			 "format_version", 1, "hidden_size", (json_int_t)j->g.hidden,
+			 "mask_generation_prompt", 0, "mask_reasoning_content", 0,
+			 "num_hidden_layers", 8, "num_samples", (json_int_t)j->g.rows, "seq_length",
+			 (json_int_t)j->g.seq_length, "shard_size", (json_int_t)j->g.shard_size,
+			 "shuffle_seed", 42, "target_hidden_dim",
+			 (json_int_t)(j->g.hidden * j->g.nids), "target_last_hidden_dim",
+			 (json_int_t)j->g.hidden, "target_layer_ids", ids, "target_model", j->name,
+			 "target_model_type", "qwen3", "target_vocab_size", (json_int_t)j->g.vocab,
+			 "train_data_path", "rows.jsonl", "train_split");
 }
 
-static int set_from(struct job *j, const char *from, const char *tokens, struct identity *id, struct err *e)
+static int set_from(struct job *j, const char *from, const char *tokens, struct identity *id,
+		    struct err *e)
 {
 	if (cache_view_open(&j->from, from, e) || tokens_open(&j->tokens, tokens, e))
 		return -1;
@@ -215,11 +225,24 @@ static int write_all(struct job *j, const char *dir, const struct identity *id, 
 
 int main(int argc, char **argv)
 {
-	struct job j = { .g = { .rows = 10, .seq_length = 16, .shard_size = 4, .hidden = 8, .nids = 2, .vocab = 50,
-				.dtype = DT_F32, .pad_token_id = 3 }, .plan = "made", .name = "model", .tokens = TOKENS_INIT };
-	struct { const char *key; int64_t *to; } number[] = {
-		{ "rows", &j.g.rows }, { "seq", &j.g.seq_length }, { "shard", &j.g.shard_size }, { "hidden", &j.g.hidden },
-		{ "vocab", &j.g.vocab }, { "seed", &j.seed }, { "die", &j.die }, { "rank", &j.rank },
+	struct job j = { .g = { .rows = 10,
+				.seq_length = 16,
+				.shard_size = 4,
+				.hidden = 8,
+				.nids = 2,
+				.vocab = 50,
+				.dtype = DT_F32,
+				.pad_token_id = 3 },
+			 .plan = "made",
+			 .name = "model",
+			 .tokens = TOKENS_INIT };
+	struct {
+		const char *key;
+		int64_t *to;
+	} number[] = {
+		{ "rows", &j.g.rows },     { "seq", &j.g.seq_length }, { "shard", &j.g.shard_size },
+		{ "hidden", &j.g.hidden }, { "vocab", &j.g.vocab },    { "seed", &j.seed },
+		{ "die", &j.die },         { "rank", &j.rank },
 	};
 	const char *from = NULL, *tokens = NULL;
 	struct identity id = { 0 };
@@ -261,7 +284,8 @@ int main(int argc, char **argv)
 	if (!rc) {
 		json_object_set_new(id.json, "pad_token_id", json_integer(j.g.pad_token_id));
 		json_object_set_new(id.json, "rows_xxh3_128", json_integer(j.seed));
-		rc = geometry_check(&j.g, "arguments", &e) || identity_finish(&id, &e) || write_all(&j, argv[1], &id, &e);
+		rc = geometry_check(&j.g, "arguments", &e) || identity_finish(&id, &e) ||
+		     write_all(&j, argv[1], &id, &e);
 	}
 	if (e.code)
 		fprintf(stderr, "make_cache: %s\n", e.text);

@@ -1,5 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* t_cache: sizes and layout, identity, opening and locks, the shard writer and what is read back. */
+/*
+ * t_cache: sizes and layout, identity, opening and locks, the shard writer and what is read back.
+ */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
 #endif
@@ -44,8 +46,14 @@ int fcntl(int fd, int cmd, ...)
 
 static char root[] = "/tmp/dspark-t_cache.XXXXXX";
 
-static const struct geometry small = { .rows = 10, .seq_length = 9, .shard_size = 4, .hidden = 5, .nids = 3, .vocab = 7,
-				       .dtype = DT_BF16, .pad_token_id = 6 };
+static const struct geometry small = { .rows = 10,
+				       .seq_length = 9,
+				       .shard_size = 4,
+				       .hidden = 5,
+				       .nids = 3,
+				       .vocab = 7,
+				       .dtype = DT_BF16,
+				       .pad_token_id = 6 };
 
 static const char *at(const char *name)
 {
@@ -66,16 +74,21 @@ static struct identity identity(const struct geometry *g, int64_t extra)
 
 	for (i = 0; i < g->nids; i++)
 		json_array_append_new(ids, json_integer(i - 1));
-	id.json = json_pack("{s:{s:I, s:I, s:I, s:I, s:I, s:s, s:o}, s:I, s:I}", "manifest", "num_samples", (json_int_t)g->rows,
-			    "seq_length", (json_int_t)g->seq_length, "shard_size", (json_int_t)g->shard_size, "hidden_size",
-			    (json_int_t)g->hidden, "target_vocab_size", (json_int_t)g->vocab, "dtype",
-			    dtype_recipe_name(g->dtype), "target_layer_ids", ids, "pad_token_id", (json_int_t)g->pad_token_id,
+	id.json = json_pack("{s:{s:I, s:I, s:I, s:I, s:I, s:s, s:o}, s:I, s:I}", "manifest",
+			    "num_samples", (json_int_t)g->rows, "seq_length",
+			    (json_int_t)g->seq_length, "shard_size", (json_int_t)g->shard_size,
+			    "hidden_size", (json_int_t)g->hidden, "target_vocab_size",
+			    (json_int_t)g->vocab, "dtype", dtype_recipe_name(g->dtype),
+			    "target_layer_ids", ids, "pad_token_id", (json_int_t)g->pad_token_id,
 			    "extra", (json_int_t)extra);
 	identity_finish(&id, &e);
 	return id;
 }
 
-/* ---- values of a test cache: row r has 1 + r * 5 % S tokens ------------------------------------------------------------ */
+/*
+ * ---- values of a test cache: row r has 1 + r * 5 % S tokens
+ * ----------------------------------------------------------------
+ */
 
 static int64_t length_of(const struct geometry *g, int64_t row)
 {
@@ -138,7 +151,8 @@ static int write_shard(const struct cache *c, int64_t shard, struct err *e)
 	return shard_publish(&w, NULL, e);
 }
 
-static int open_cache(struct cache *c, const char *dir, const struct geometry *g, const char *plan, bool work, struct err *e)
+static int open_cache(struct cache *c, const char *dir, const struct geometry *g, const char *plan,
+		      bool work, struct err *e)
 {
 	struct cache_weights w = { read_weights, (void *)g };
 	struct identity id = identity(g, 1);
@@ -217,7 +231,7 @@ static int merge(const char *dir, struct err *e)
 	return rc;
 }
 
-/* ---- tests ---------------------------------------------------------------------------------------------------------- */
+/* ---- tests ---------------------------------------------------------------- */
 
 static void test_geometry(void)
 {
@@ -236,25 +250,33 @@ static void test_geometry(void)
 	is_int(geometry_shards(&g), 2, "a multiple has no short shard");
 	for (n = 1; n < 3000; n++) {
 		aligned &= geometry_header(&g, n) % 4096 == 0;
-		grows &= geometry_header(&g, n) >= (uint64_t)n * (4 * 33 + 2) && geometry_header(&g, n) < (uint64_t)n * 140 + 8192;
+		grows &= geometry_header(&g, n) >= (uint64_t)n * (4 * 33 + 2) &&
+			 geometry_header(&g, n) < (uint64_t)n * 140 + 8192;
 	}
 	ok(aligned && grows, "headers are whole pages and hold their rows");
-	is_int((int64_t)geometry_shard_bytes(&g, 4), 4096 + 4 * 9 * (16 + 4 * 5 * 2), "bytes of a shard");
-	is_int((int64_t)geometry_target_weights(&g), 4096 + 2 * 7 * 5 * 2, "bytes of target weights");
-	is_int((int64_t)geometry_allocated(&g, 4, 10, 4096, false), 8192, "allocated without holes: the whole file");
+	is_int((int64_t)geometry_shard_bytes(&g, 4), 4096 + 4 * 9 * (16 + 4 * 5 * 2),
+	       "bytes of a shard");
+	is_int((int64_t)geometry_target_weights(&g), 4096 + 2 * 7 * 5 * 2,
+	       "bytes of target weights");
+	is_int((int64_t)geometry_allocated(&g, 4, 10, 4096, false), 8192,
+	       "allocated without holes: the whole file");
 
 	odd = small, odd.dtype = DT_I32;
 	e = (struct err)ERR_INIT;
-	ok(geometry_check(&odd, "g", &e) && e.code == EXIT_REFUSED, "refused: states of a dtype that is none");
+	ok(geometry_check(&odd, "g", &e) && e.code == EXIT_REFUSED,
+	   "refused: states of a dtype that is none");
 	odd = small, odd.rows = 1000001, odd.shard_size = 1;
 	e = (struct err)ERR_INIT;
-	ok(geometry_check(&odd, "g", &e) && strstr(e.text, "six digits"), "refused: more shards than names");
+	ok(geometry_check(&odd, "g", &e) && strstr(e.text, "six digits"),
+	   "refused: more shards than names");
 	odd = small, odd.rows = odd.shard_size = 10000000;
 	e = (struct err)ERR_INIT;
-	ok(geometry_check(&odd, "g", &e) && strstr(e.text, "100 MB"), "refused: a header that no reader takes");
+	ok(geometry_check(&odd, "g", &e) && strstr(e.text, "100 MB"),
+	   "refused: a header that no reader takes");
 	odd = small, odd.seq_length = INT64_C(1) << 50, odd.hidden = 1 << 20;
 	e = (struct err)ERR_INIT;
-	ok(geometry_check(&odd, "g", &e) && strstr(e.text, "2^63"), "refused: a file longer than files can be");
+	ok(geometry_check(&odd, "g", &e) && strstr(e.text, "2^63"),
+	   "refused: a file longer than files can be");
 	odd = small, odd.hidden = 0;
 	e = (struct err)ERR_INIT;
 	ok(geometry_check(&odd, "g", &e), "refused: hidden_size 0");
@@ -262,7 +284,8 @@ static void test_geometry(void)
 
 static void test_identity(void)
 {
-	struct identity a = identity(&small, 1), b = identity(&small, 2), c = identity(&small, 1), m = { 0 };
+	struct identity a = identity(&small, 1), b = identity(&small, 2), c = identity(&small, 1),
+			m = { 0 };
 	struct text t = TEXT_INIT;
 	struct err e = ERR_INIT;
 
@@ -271,21 +294,32 @@ static void test_identity(void)
 	identity_differences(&t, a.json, c.json);
 	is_int((int64_t)t.len, 0, "no difference");
 	json_object_set_new(json_object_get(b.json, "manifest"), "seq_length", json_integer(77));
-	json_object_set_new(json_object_get(b.json, "manifest"), "train_split", json_string("a\xc3\xa4"));
+	json_object_set_new(json_object_get(b.json, "manifest"), "train_split",
+			    json_string("a\xc3\xa4"));
 	json_object_set_new(json_object_get(b.json, "manifest"), "complete", json_true());
 	json_object_set_new(json_object_get(b.json, "manifest"), "format_version", json_integer(2));
-	json_object_set_new(json_object_get(b.json, "manifest"), "mask_reasoning_content", json_false());
+	json_object_set_new(json_object_get(b.json, "manifest"), "mask_reasoning_content",
+			    json_false());
 	identity_differences(&t, a.json, b.json);
-	is_str(t.s, "seq_length: 9 -> 77\ntrain_split: absent -> \"a\\u00e4\"\nextra: 1 -> 2", "all differing fields");
+	is_str(t.s,
+	       "seq_length: 9 -> 77\ntrain_split: absent -> "
+	       "\"a\\u00e4\"\nextra: 1 -> 2",
+	       "all differing fields");
 	text_clear(&t);
 	m.json = json_pack("{s:O}", "manifest", json_object_get(a.json, "manifest"));
 	identity_differences(&t, m.json, c.json);
 	is_int((int64_t)t.len, 0, "a manifest alone is compared as a manifest");
 	text_clear(&t);
-	json_object_set_new(m.json, "manifest", json_pack("{s:[i,i], s:s, s:n, s:b}", "ids", 1, 5, "b", "x\xe2\x82\xac", "n", "f", 0));
+	json_object_set_new(m.json, "manifest",
+			    json_pack("{s:[i,i], s:s, s:n, s:b}", "ids", 1, 5, "b", "x\xe2\x82\xac",
+				      "n", "f", 0));
 	ok(!identity_manifest(&t, m.json, true, &e), "manifest text");
-	is_str(t.s, "{\n  \"b\": \"x\\u20ac\",\n  \"complete\": true,\n  \"f\": false,\n  \"format_version\": 1,\n  \"ids\": [\n    1,\n"
-		    "    5\n  ],\n  \"n\": null\n}", "the bytes of json.dump(indent=2, sort_keys=True)");
+	is_str(t.s,
+	       "{\n  \"b\": \"x\\u20ac\",\n  \"complete\": true,\n  "
+	       "\"f\": false,\n  \"format_version\": 1,\n  \"ids\": [\n   "
+	       " 1,\n"
+	       "    5\n  ],\n  \"n\": null\n}",
+	       "the bytes of json.dump(indent=2, sort_keys=True)");
 	text_release(&t);
 	identity_release(&a);
 	identity_release(&b);
@@ -303,7 +337,8 @@ static void test_contents(const char *dir)
 	uint16_t states[9 * 15], last[9 * 5], zero[9 * 15] = { 0 };
 	char hex[DIGEST_HEX];
 
-	ok(!cache_view_open(&v, dir, &e) && !cache_view_shard(&v, 2, &h, &e), "the last shard opens: %s", e.text);
+	ok(!cache_view_open(&v, dir, &e) && !cache_view_shard(&v, 2, &h, &e),
+	   "the last shard opens: %s", e.text);
 	is_int(h.rows, 2, "its rows");
 	for (r = 0; r < h.rows; r++) {
 		int64_t row = 8 + r, len = h.row_tokens[r];
@@ -349,12 +384,16 @@ static void test_writing(void)
 
 	strcpy(dir, at("w"));
 	shard_abort(&never);
-	ok(!cache_done(at("nowhere"), &small, id.digest, done, &count, &e) && !count, "a missing directory holds no shards");
+	ok(!cache_done(at("nowhere"), &small, id.digest, done, &count, &e) && !count,
+	   "a missing directory holds no shards");
 	ok(!open_cache(&c, dir, &small, "plan", true, &e), "open: %s", e.text);
-	ok(!shard_begin(&w, &c, 0, &e) && !write_row(&w, &small, 3, &e) && !write_row(&w, &small, 0, &e), "rows in any order");
+	ok(!shard_begin(&w, &c, 0, &e) && !write_row(&w, &small, 3, &e) &&
+		   !write_row(&w, &small, 0, &e),
+	   "rows in any order");
 	ok(write_row(&w, &small, 3, &e) && e.code == EXIT_FAILED, "a row twice is refused");
 	e = (struct err)ERR_INIT;
-	ok(shard_publish(&w, &bytes, &e) && e.code == EXIT_FAILED, "a shard with missing rows is not published");
+	ok(shard_publish(&w, &bytes, &e) && e.code == EXIT_FAILED,
+	   "a shard with missing rows is not published");
 	is_int(count_files(dir, ".tmp."), 0, "and leaves no temporary");
 	e = (struct err)ERR_INIT;
 	ok(shard_begin(&w, &c, 3, &e), "a shard beyond the last is refused");
@@ -362,17 +401,27 @@ static void test_writing(void)
 
 	e = (struct err)ERR_INIT;
 	ok(!write_cache(dir, &small, &e), "a whole cache: %s", e.text);
-	is_int((int64_t)size_of(at("w/shard-000000.safetensors")), (int64_t)geometry_shard_bytes(&small, 4), "size of a full shard");
-	is_int((int64_t)size_of(at("w/shard-000002.safetensors")), (int64_t)geometry_shard_bytes(&small, 2), "size of the last");
-	is_int((int64_t)size_of(at("w/target_weights.safetensors")), (int64_t)geometry_target_weights(&small), "size of target weights");
-	is_int((int64_t)size_of(at("w/.dspark.lock")), 0, "the lock file is empty when nobody runs");
-	ok(!cache_done(dir, &small, id.digest, done, &count, &e) && count == 3 && done[0] && done[1] && done[2], "all are done");
-	ok(!cache_done(dir, &small, other.digest, done, &count, &e) && count == 0, "none is done for another identity");
-	ok(!truncate(at("w/shard-000001.safetensors"), 5000) && !cache_done(dir, &small, id.digest, done, &count, &e) &&
-	   count == 2 && !done[1], "a short shard is not done");
-	ok(merge(dir, &e) && e.code == EXIT_REFUSED && strstr(e.text, "shard 1 missing (1 of 3)"), "merge: %s", e.text);
+	is_int((int64_t)size_of(at("w/shard-000000.safetensors")),
+	       (int64_t)geometry_shard_bytes(&small, 4), "size of a full shard");
+	is_int((int64_t)size_of(at("w/shard-000002.safetensors")),
+	       (int64_t)geometry_shard_bytes(&small, 2), "size of the last");
+	is_int((int64_t)size_of(at("w/target_weights.safetensors")),
+	       (int64_t)geometry_target_weights(&small), "size of target weights");
+	is_int((int64_t)size_of(at("w/.dspark.lock")), 0,
+	       "the lock file is empty when nobody runs");
+	ok(!cache_done(dir, &small, id.digest, done, &count, &e) && count == 3 && done[0] &&
+		   done[1] && done[2],
+	   "all are done");
+	ok(!cache_done(dir, &small, other.digest, done, &count, &e) && count == 0,
+	   "none is done for another identity");
+	ok(!truncate(at("w/shard-000001.safetensors"), 5000) &&
+		   !cache_done(dir, &small, id.digest, done, &count, &e) && count == 2 && !done[1],
+	   "a short shard is not done");
+	ok(merge(dir, &e) && e.code == EXIT_REFUSED && strstr(e.text, "shard 1 missing (1 of 3)"),
+	   "merge: %s", e.text);
 	e = (struct err)ERR_INIT;
-	ok(!open_cache(&c, dir, &small, "plan", true, &e) && !write_shard(&c, 1, &e), "it is written again");
+	ok(!open_cache(&c, dir, &small, "plan", true, &e) && !write_shard(&c, 1, &e),
+	   "it is written again");
 	cache_close(&c);
 	test_contents(dir);
 	identity_release(&id);
@@ -393,15 +442,19 @@ static void test_opening(void)
 	stat(at("w/dspark.json"), &before);
 	ok(!merge(dir, &e), "merge again");
 	stat(at("w/dspark.json"), &after);
-	ok(before.st_ino == after.st_ino && before.st_mtim.tv_nsec == after.st_mtim.tv_nsec, "and nothing is written");
-	ok(!open_cache(&c, dir, &small, "plan", false, &e) && complete(dir), "a rank without work leaves it complete");
+	ok(before.st_ino == after.st_ino && before.st_mtim.tv_nsec == after.st_mtim.tv_nsec,
+	   "and nothing is written");
+	ok(!open_cache(&c, dir, &small, "plan", false, &e) && complete(dir),
+	   "a rank without work leaves it complete");
 	cache_close(&c);
-	ok(open_cache(&c, dir, &longer, "plan", true, &e) && e.code == EXIT_REFUSED && strstr(e.text, "\nseq_length: 9 -> 12"),
+	ok(open_cache(&c, dir, &longer, "plan", true, &e) && e.code == EXIT_REFUSED &&
+		   strstr(e.text, "\nseq_length: 9 -> 12"),
 	   "another cache is refused with the field that differs");
 	ok(complete(dir), "and left as it was");
 	e = (struct err)ERR_INIT;
 	stat(at("w/target_weights.safetensors"), &before);
-	ok(!open_cache(&c, dir, &small, "plan", true, &e) && !complete(dir), "a rank with work clears complete");
+	ok(!open_cache(&c, dir, &small, "plan", true, &e) && !complete(dir),
+	   "a rank with work clears complete");
 	stat(at("w/target_weights.safetensors"), &after);
 	ok(before.st_ino == after.st_ino, "target weights are left alone");
 	ok(!contains(at("w/dspark.json"), "files"), "and the hashes are gone until the next merge");
@@ -410,10 +463,12 @@ static void test_opening(void)
 	ok(!open_cache(&d, dir, &small, "plan", true, &e), "a second rank of the plan comes in");
 	cache_close(&d);
 	ok(contains(at("w/.dspark.lock"), "plan"), "its end leaves the name there");
-	ok(open_cache(&d, dir, &small, "another", true, &e) && e.code == EXIT_REFUSED && strstr(e.text, "another plan, plan"),
+	ok(open_cache(&d, dir, &small, "another", true, &e) && e.code == EXIT_REFUSED &&
+		   strstr(e.text, "another plan, plan"),
 	   "another living plan is refused: %s", e.text);
 	e = (struct err)ERR_INIT;
-	ok(merge(dir, &e) && e.code == EXIT_REFUSED && strstr(e.text, "ranks of plan plan"), "merge waits for nobody: %s", e.text);
+	ok(merge(dir, &e) && e.code == EXIT_REFUSED && strstr(e.text, "ranks of plan plan"),
+	   "merge waits for nobody: %s", e.text);
 	cache_close(&c);
 	e = (struct err)ERR_INIT;
 	ok(!open_cache(&c, dir, &small, "another", true, &e), "when they have ended it opens");
@@ -437,25 +492,31 @@ static void test_strangers(void)
 
 	mkdir(at("f"), 0777);
 	put(at("f/manifest.json"), "{\"seq_length\": 9, \"complete\": true}");
-	ok(!cache_inspect(&s, at("f"), &e) && s.exists && s.foreign && s.complete, "a manifest alone is the reference's");
+	ok(!cache_inspect(&s, at("f"), &e) && s.exists && s.foreign && s.complete,
+	   "a manifest alone is the reference's");
 	cache_state_release(&s);
-	ok(open_cache(&c, at("f"), &small, "plan", true, &e) && e.code == EXIT_REFUSED, "and refused: %s", e.text);
+	ok(open_cache(&c, at("f"), &small, "plan", true, &e) && e.code == EXIT_REFUSED,
+	   "and refused: %s", e.text);
 	is_int(count_files(at("f"), "dspark"), 0, "nothing of ours is left in it");
 	unlink(at("f/manifest.json"));
 	put(at("f/shard-000001.safetensors"), "somebody's");
 	e = (struct err)ERR_INIT;
-	ok(open_cache(&c, at("f"), &small, "plan", true, &e) && e.code == EXIT_REFUSED, "shards of nobody are refused: %s", e.text);
+	ok(open_cache(&c, at("f"), &small, "plan", true, &e) && e.code == EXIT_REFUSED,
+	   "shards of nobody are refused: %s", e.text);
 
 	e = (struct err)ERR_INIT;
 	put(at("w/.shard-000000.safetensors.tmp.elsewhere.0.1"), "");
 	ok(!open_cache(&c, at("w"), &small, "plan", false, &e), "open");
-	is_int(count_files(at("w"), ".tmp."), 0, "temporaries of the dead are swept, of any host when nobody lives");
+	is_int(count_files(at("w"), ".tmp."), 0,
+	       "temporaries of the dead are swept, of any host when "
+	       "nobody lives");
 	put(at("w/.shard-000000.safetensors.tmp.elsewhere.0.1"), "");
 	e = (struct err)ERR_INIT;
 	{
 		struct cache d = CACHE_INIT;
 
-		ok(!open_cache(&d, at("w"), &small, "plan", false, &e), "open beside a living rank");
+		ok(!open_cache(&d, at("w"), &small, "plan", false, &e),
+		   "open beside a living rank");
 		is_int(count_files(at("w"), ".tmp."), 1, "which may own that of another host");
 		cache_close(&d);
 	}
@@ -464,12 +525,14 @@ static void test_strangers(void)
 	ok(!merge(at("w"), &e) && !count_files(at("w"), ".tmp."), "merge leaves none");
 
 	put(at("w/dspark.json"), "{}");
-	ok(open_cache(&c, at("w"), &small, "plan", true, &e) && e.code == EXIT_REFUSED && strstr(e.text, "damaged"),
+	ok(open_cache(&c, at("w"), &small, "plan", true, &e) && e.code == EXIT_REFUSED &&
+		   strstr(e.text, "damaged"),
 	   "a damaged dspark.json is refused: %s", e.text);
 	unlink(at("w/dspark.json"));
 	unlink(at("w/manifest.json"));
 	e = (struct err)ERR_INIT;
-	ok(!open_cache(&c, at("w"), &small, "plan", true, &e), "without both, shards of this identity are taken over: %s", e.text);
+	ok(!open_cache(&c, at("w"), &small, "plan", true, &e),
+	   "without both, shards of this identity are taken over: %s", e.text);
 	cache_close(&c);
 }
 
@@ -494,11 +557,13 @@ static void test_processes(void)
 	}
 	close(end[0]);
 	ok(read(ready[0], &byte, 1) == 1 && byte == 'y', "another process opens it");
-	ok(open_cache(&c, at("p"), &small, "ours", true, &e) && strstr(e.text, "theirs"), "and is named: %s", e.text);
+	ok(open_cache(&c, at("p"), &small, "ours", true, &e) && strstr(e.text, "theirs"),
+	   "and is named: %s", e.text);
 	close(end[1]);
 	waitpid(pid, &status, 0);
 	e = (struct err)ERR_INIT;
-	ok(!open_cache(&c, at("p"), &small, "ours", true, &e), "it ended without closing: the lock is free");
+	ok(!open_cache(&c, at("p"), &small, "ours", true, &e),
+	   "it ended without closing: the lock is free");
 	cache_close(&c);
 	is_int((int64_t)size_of(at("p/.dspark.lock")), 0, "and emptied by the next");
 	close(ready[0]);
@@ -523,17 +588,20 @@ static void test_no_locks(const char *dir, int number)
 
 	no_locks = number;
 	log_level(-1);
-	ok(!open_cache(&a, at(dir), &small, "plan", true, &e) && !a.lock.works, "no locks (%s): opens: %s", strerror(number), e.text);
+	ok(!open_cache(&a, at(dir), &small, "plan", true, &e) && !a.lock.works,
+	   "no locks (%s): opens: %s", strerror(number), e.text);
 	ok(!write_shard(&a, 0, &e) && !write_shard(&a, 2, &e), "writes");
 	put(in(dir, left), "");
 	ok(!open_cache(&b, at(dir), &small, "another", true, &e), "so does another: %s", e.text);
 	is_int(count_files(at(dir), ".tmp."), 1, "and sweeps nothing that may be alive");
 	unlink(in(dir, left));
-	ok(!write_shard(&b, 1, &e) && !write_shard(&b, 2, &e) && !write_shard(&a, 1, &e), "all publish the same bytes");
+	ok(!write_shard(&b, 1, &e) && !write_shard(&b, 2, &e) && !write_shard(&a, 1, &e),
+	   "all publish the same bytes");
 	cache_close(&b);
 	ok(!merge(at(dir), &e) && complete(at(dir)), "merge: %s", e.text);
 	stat(in(dir, "target_weights.safetensors"), &before);
-	ok(!open_cache(&idle, at(dir), &small, "plan", false, &e) && complete(at(dir)), "who has nothing to write leaves it complete");
+	ok(!open_cache(&idle, at(dir), &small, "plan", false, &e) && complete(at(dir)),
+	   "who has nothing to write leaves it complete");
 	stat(in(dir, "target_weights.safetensors"), &after);
 	ok(before.st_ino == after.st_ino, "target weights are left alone");
 	cache_close(&idle);
@@ -546,7 +614,9 @@ static void test_no_locks(const char *dir, int number)
 static void test_allocation(void)
 {
 	static const struct geometry shapes[] = {
-		{ 12, 700, 12, 96, 3, 8, DT_F32, 0 }, { 12, 64, 12, 8, 1, 8, DT_BF16, 0 }, { 3, 4097, 3, 33, 5, 8, DT_F16, 0 },
+		{ 12, 700, 12, 96, 3, 8, DT_F32, 0 },
+		{ 12, 64, 12, 8, 1, 8, DT_BF16, 0 },
+		{ 3, 4097, 3, 33, 5, 8, DT_F16, 0 },
 		{ 1, 3000, 1, 128, 2, 8, DT_BF16, 0 },
 	};
 	struct file_space space;
@@ -566,18 +636,23 @@ static void test_allocation(void)
 		for (r = 0; r < g->rows; r++)
 			tokens += length_of(g, r);
 		e = (struct err)ERR_INIT;
-		ok(!write_cache(at(name), g, &e) && !stat(at(path), &st), "a shard of %d rows is written: %s", (int)g->rows, e.text);
+		ok(!write_cache(at(name), g, &e) && !stat(at(path), &st),
+		   "a shard of %d rows is written: %s", (int)g->rows, e.text);
 		disk = (int64_t)st.st_blocks * 512;
 		bound = (int64_t)geometry_allocated(g, g->rows, tokens, space.block, space.sparse);
-		ok(disk <= bound && bound - disk <= 2 * g->rows * SHARD_TENSORS * (int64_t)space.block,
-		   "allocated bytes are bounded: %lld of at most %lld", (long long)disk, (long long)bound);
-		is_int((int64_t)st.st_size, (int64_t)geometry_shard_bytes(g, g->rows), "and the size is exact");
+		ok(disk <= bound &&
+			   bound - disk <= 2 * g->rows * SHARD_TENSORS * (int64_t)space.block,
+		   "allocated bytes are bounded: %lld of at most %lld", (long long)disk,
+		   (long long)bound);
+		is_int((int64_t)st.st_size, (int64_t)geometry_shard_bytes(g, g->rows),
+		       "and the size is exact");
 	}
 }
 
 static void test_values(void)
 {
-	uint16_t b[9] = { 0x3f80, 0x7f7f, 0xff7f, 0, 1, 0x8001, 0x3f80, 0x3f80, 0x3f80 }, zeros[9] = { 0, 0x8000 };
+	uint16_t b[9] = { 0x3f80, 0x7f7f, 0xff7f, 0, 1, 0x8001, 0x3f80, 0x3f80, 0x3f80 },
+		 zeros[9] = { 0, 0x8000 };
 	float f[3] = { 1, -3e38f, 0 };
 	bool zero, good = true;
 	int i;

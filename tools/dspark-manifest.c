@@ -35,16 +35,16 @@ static const char usage[] =
 struct options {
 	struct verify_options verify;
 	bool stats;
-	int n;			/* operands: command, then directories */
+	int n; /* operands: command, then directories */
 	char **operand;
 };
 
 static int parse(struct cli *c, struct options *o, int argc, char **argv, struct err *e)
 {
-	static const struct option table[] = {
-		{ "logits", no_argument, NULL, 'l' }, { "discard", no_argument, NULL, 'd' },
-		{ "stats", no_argument, NULL, 's' }, CLI_COMMON_LONG
-	};
+	static const struct option table[] = { { "logits", no_argument, NULL, 'l' },
+					       { "discard", no_argument, NULL, 'd' },
+					       { "stats", no_argument, NULL, 's' },
+					       CLI_COMMON_LONG };
 	int ch;
 
 	while ((ch = getopt_long(argc, argv, CLI_COMMON_SHORT, table, NULL)) != -1) {
@@ -87,7 +87,10 @@ out:
 	return rc;
 }
 
-/* Every directory is looked at; the last failure is left to cli_end, which gives the worst exit code. */
+/*
+ * Every directory is looked at; the last failure is left to cli_end, which gives the worst exit
+ * code.
+ */
 static int verify(const struct options *o, struct err *e)
 {
 	struct err one;
@@ -109,12 +112,14 @@ static int verify(const struct options *o, struct err *e)
 
 static int show(const struct options *o, struct err *e)
 {
-	return o->n == 2 ? cache_show(o->operand[1], o->stats, e) : err_usage(e, "show takes one directory");
+	return o->n == 2 ? cache_show(o->operand[1], o->stats, e)
+			 : err_usage(e, "show takes one directory");
 }
 
 static int diff(const struct options *o, struct err *e)
 {
-	return o->n == 3 ? cache_diff(o->operand[1], o->operand[2], e) : err_usage(e, "diff takes two directories");
+	return o->n == 3 ? cache_diff(o->operand[1], o->operand[2], e)
+			 : err_usage(e, "diff takes two directories");
 }
 
 static int dispatch(const struct options *o, struct err *e)
