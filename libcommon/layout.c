@@ -449,6 +449,8 @@ static int plan_copy(struct plan *p, const struct recipe *r, const struct tokens
 
 static int plan_target_facts(struct plan *p, const struct recipe *r, struct target *target, const struct checkpoint *c, struct err *e)
 {
+	char derived[DIGEST_HEX] = "";
+
 	p->config = json_incref(c->config);
 	p->g.hidden = target->hidden;
 	p->g.vocab = target->vocab;
@@ -457,10 +459,10 @@ static int plan_target_facts(struct plan *p, const struct recipe *r, struct targ
 				  (long long)target->max_positions);
 	if (plan_ids(p, r, target, e) || geometry_check(&p->g, "the recipe's cache", e))
 		return -1;
-	if (!c->partial && checkpoint_identity(c, p->weights, e))
+	if (!c->partial && (checkpoint_identity(c, p->weights, e) || stage_derived(derived, target, c->dir, e)))
 		return -1;
 	stage_key(p->stage_key, p->weights, &(struct stage_mesh){ p->world, p->ep, p->replicate, p->sharded }, p->target_layers,
-		  p->force_hf);
+		  p->force_hf, derived);
 	return 0;
 }
 

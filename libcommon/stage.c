@@ -63,12 +63,14 @@ void stage_share(const struct stage_mesh *m, int share, enum shard shard, int64_
 	*first += share % m->ep * experts * rows;
 }
 
-void stage_key(char hex[DIGEST_HEX], const char *weights_identity, const struct stage_mesh *m, int64_t layers, bool force_hf)
+void stage_key(char hex[DIGEST_HEX], const char *weights_identity, const struct stage_mesh *m, int64_t layers, bool force_hf,
+	       const char *derived)
 {
 	struct stage_mesh k = m->sharded ? *m : (struct stage_mesh){ 1, 1, 1, false };
-	char s[256];
-	int n = snprintf(s, sizeof s, "dspark-stage 1\n%s\nsharded %d world %d ep %d replicate %d\nlayers %" PRId64 " hf %d\n",
-			 weights_identity, k.sharded, k.world, k.ep, k.replicate, layers, force_hf);
+	char s[512];
+	int n = snprintf(s, sizeof s,
+			 "dspark-stage 1\n%s\nsharded %d world %d ep %d replicate %d\nlayers %" PRId64 " hf %d\nderived %s\n",
+			 weights_identity, k.sharded, k.world, k.ep, k.replicate, layers, force_hf, derived);
 
 	digest_xxh3(hex, s, (size_t)n);
 }

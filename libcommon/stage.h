@@ -7,6 +7,7 @@
  *	STAGE/index-SSSSS.jsonl		share S's tensors: name, dtype, whole shape, rows held, place
  *	STAGE/rank-SSSSS.safetensors	with --copy: that share's tensors, XXH3-128 per tensor in __metadata__
  *	STAGE/rank-SSSSS.lz4		with --copy=lz4: independently decodable blocks (pack.h), their table in the index
+ *	STAGE/derived.safetensors	tensors that the model makes at staging (model.h, derive); every share may name it
  *	STAGE/.dspark.lock		byte 0: a living dspark-load; byte 1 + S: who makes share S
  *
  * The head does not depend on which shares were made where: nodes that stage their own --ranks write the same one.
@@ -45,9 +46,13 @@ void stage_share(const struct stage_mesh *m, int share, enum shard shard, int64_
 
 /*
  * Key of the stage that a plan needs: XXH3-128 over everything that decides what a share holds. World and mesh count for sharded targets only: a
- * replicated stage serves every world. `layers` is target_num_hidden_layers (0 = all).
+ * replicated stage serves every world. `layers` is target_num_hidden_layers (0 = all), `derived` what stage_derived gives.
  */
-void stage_key(char hex[DIGEST_HEX], const char *weights_identity, const struct stage_mesh *m, int64_t layers, bool force_hf);
+void stage_key(char hex[DIGEST_HEX], const char *weights_identity, const struct stage_mesh *m, int64_t layers, bool force_hf,
+	       const char *derived);
+
+/* Digest of what the model derives from other files of the model directory, "" where it derives nothing. */
+int stage_derived(char hex[DIGEST_HEX], struct target *t, const char *dir, struct err *e);
 
 /* ---- making ---------------------------------------------------------------------------------------------------------- */
 

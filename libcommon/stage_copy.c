@@ -24,6 +24,7 @@
 #include "parallel.h"
 #include "safetensors.h"
 #include "stage_copy.h"
+#include "stage_derive.h"
 
 #define PIECE ((size_t)8 << 20)
 #define AHEAD (4 * PIECE)
@@ -81,8 +82,8 @@ int stage_copier_open(struct stage_copier *k, const char *dir, const struct chec
 	size_t i;
 
 	*k = (struct stage_copier){ .dir = dir, .checkpoint = c, .progress = p };
-	k->fd = mem_calloc(c->nfiles, sizeof *k->fd, e);
-	for (i = 0; k->fd && i < c->nfiles; i++)
+	k->fd = mem_calloc(c->nfiles + 1, sizeof *k->fd, e);
+	for (i = 0; k->fd && i <= c->nfiles; i++)
 		k->fd[i] = -1;
 	k->buf = mem_aligned(PIECE, e);
 	return k->fd && k->buf ? 0 : -1;
@@ -92,7 +93,7 @@ void stage_copier_release(struct stage_copier *k)
 {
 	size_t i;
 
-	for (i = 0; k->fd && i < k->checkpoint->nfiles; i++)
+	for (i = 0; k->fd && i <= k->checkpoint->nfiles; i++)
 		if (k->fd[i] >= 0)
 			close(k->fd[i]);
 	free(k->fd);
@@ -126,10 +127,12 @@ static void advance(struct stage_copier *k, uint64_t n)
 		progress_update(k->progress, (int64_t)k->done, 0, 0);
 }
 
-/* Bytes of a checkpoint file; `path` is for messages and freed by the caller. */
+/* A checkpoint's file, or the derived one behind them; `path` is for messages and freed by the caller. */
 static int source(struct stage_copier *k, int i, char **path, struct err *e)
 {
-	*path = file_join(k->checkpoint->dir, k->checkpoint->file[i].name, e);
+	bool derived = (size_t)i == k->checkpoint->nfiles;
+
+	*path = derived ? file_join(k->dir, STAGE_DERIVED, e) : file_join(k->checkpoint->dir, k->checkpoint->file[i].name, e);
 	if (*path && k->fd[i] < 0) {
 		k->fd[i] = file_open(*path, e);
 		if (k->fd[i] >= 0)

@@ -14,7 +14,7 @@ struct err;
 struct stage_copier {
 	const char *dir;
 	const struct checkpoint *checkpoint;
-	int *fd;			/* of its files, opened on demand */
+	int *fd;			/* of its files and the derived one, opened on demand */
 	char *buf;			/* one piece */
 	struct packer *packer;		/* LZ4 */
 	struct progress *progress;	/* NULL = none */

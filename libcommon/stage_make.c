@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Making a stage. The weight walk is made once; each source of each weight is kept as a use (40 bytes), and a share is what
+ * Making a stage. The weight walk is made once; each source of each weight is kept as a use (48 bytes), and a share is what
  * remains of all uses between its first and last row. The head comes first: it claims the directory. A share is there once its index is.
  */
 #ifdef HAVE_CONFIG_H
@@ -22,6 +22,7 @@
 #include "plan.h"
 #include "stage.h"
 #include "stage_copy.h"
+#include "stage_derive.h"
 #include "stage_index.h"
 #include "text.h"
 
@@ -35,9 +36,12 @@ struct use {
 	uint32_t rule, entry;
 	int64_t at, rows;		/* rows [at, at + rows) of the weight's stack */
 	int64_t from;			/* first of them in the entry */
+	int64_t whole;			/* not 0: any of them needs that many rows of the entry, all it has */
 };
 
 struct maker {
+	struct catalogue catalogue;	/* first: the checkpoint's tensors and the derived ones */
+	struct stage_derivation derived;
 	const char *dir;
 	const struct plan *plan;
 	const struct checkpoint *checkpoint;
@@ -49,21 +53,56 @@ struct maker {
 	struct rule *rule;
 	struct use *use;
 	size_t nrules, caprules, nuses, capuses;
-	uint32_t *slot;			/* of a checkpoint's entry: place in the share's index + 1 */
+	uint32_t *slot;			/* of an entry (entry_at): place in the share's index + 1 */
 	int lock;
 };
 
 /* ---- the walk -------------------------------------------------------------------------------------------------------- */
 
+static const struct entry *find(const struct catalogue *c, const char *name)
+{
+	const struct maker *m = (const struct maker *)c;
+	const struct catalogue *checkpoint = &m->checkpoint->catalogue;
+	const struct entry *t = checkpoint->find(checkpoint, name);
+
+	return t ? t : stage_derivation_find(&m->derived, name);
+}
+
+/* Entries are numbered through: the checkpoint's, then the derived ones. */
+static const struct entry *entry_at(const struct maker *m, uint32_t i)
+{
+	return i < m->checkpoint->nentries ? &m->checkpoint->entry[i] : &m->derived.entry[i - m->checkpoint->nentries];
+}
+
+static uint32_t number_of(const struct maker *m, const struct entry *t)
+{
+	return (uint32_t)((size_t)t->file < m->checkpoint->nfiles ? t - m->checkpoint->entry
+								  : t - m->derived.entry + (ptrdiff_t)m->checkpoint->nentries);
+}
+
+static int put_use(struct maker *m, const struct entry *t, int64_t at, int64_t rows, int64_t from, struct err *e)
+{
+	if (mem_grow(&m->use, &m->capuses, m->nuses + 1, sizeof *m->use, e))
+		return -1;
+	m->use[m->nuses++] = (struct use){ (uint32_t)(m->nrules - 1), number_of(m, t), at, rows, from, 0 };
+	return 0;
+}
+
+/* Scales of single rows are cut with them; a grid whose scales cover several rows goes whole with any row of its tensor. */
 static int add_use(void *ctx, const struct weight_source *src, struct err *e)
 {
 	struct maker *m = ctx;
-	const struct rule *r = &m->rule[m->nrules - 1];
+	int64_t at = src->index * m->rule[m->nrules - 1].rows + src->row0;
 
-	if (mem_grow(&m->use, &m->capuses, m->nuses + 1, sizeof *m->use, e))
+	if (put_use(m, src->entry, at, src->rows, src->from, e))
 		return -1;
-	m->use[m->nuses++] = (struct use){ (uint32_t)(m->nrules - 1), (uint32_t)(src->entry - m->checkpoint->entry),
-					   src->index * r->rows + src->row0, src->rows, src->from };
+	if (!src->scale)
+		return 0;
+	if (src->quant->block_rows == 1)
+		return put_use(m, src->scale, at, src->rows, src->from, e);
+	if (put_use(m, src->scale, at, src->rows, 0, e))
+		return -1;
+	m->use[m->nuses - 1].whole = entry_rows(src->scale);
 	return 0;
 }
 
@@ -90,16 +129,14 @@ static int visit(struct weight_walk *walk, const struct weight_spec *s, struct e
 	if (mem_grow(&m->rule, &m->caprules, m->nrules + 1, sizeof *m->rule, e))
 		return -1;
 	m->rule[m->nrules++] = (struct rule){ rule_of(m, s), s->count, s->rows };
-	return weight_resolve(s, &m->checkpoint->catalogue, &storage, add_use, m, e);
+	return weight_resolve(s, &m->catalogue, &storage, add_use, m, e);
 }
 
 static int walk(struct maker *m, struct target *t, struct err *e)
 {
 	struct walker w = { { visit }, m };
 
-	if (t->model->derive)
-		return err_refuse(e, "target '%s' needs tensors made at staging, which this version cannot stage", m->checkpoint->dir);
-	m->slot = mem_calloc(m->checkpoint->nentries, sizeof *m->slot, e);
+	m->slot = mem_calloc(m->checkpoint->nentries + m->derived.n, sizeof *m->slot, e);
 	return m->slot ? t->model->weights(t, &w.walk, e) : -1;
 }
 
@@ -111,7 +148,7 @@ static int hold(struct maker *m, struct stage_index *x, uint32_t i, int64_t from
 	struct entry *t;
 
 	if (!m->slot[i]) {
-		if (stage_index_add(x, &m->checkpoint->entry[i], e))
+		if (stage_index_add(x, entry_at(m, i), e))
 			return -1;
 		m->slot[i] = (uint32_t)x->n;
 		x->entry[x->n - 1].row0 = n ? from : 0;
@@ -137,6 +174,8 @@ static int take_use(struct maker *m, struct stage_index *x, const struct use *u,
 {
 	int64_t low = u->at > first ? u->at : first, high = u->at + u->rows < end ? u->at + u->rows : end;
 
+	if (low < high && u->whole)
+		return hold(m, x, u->entry, 0, u->whole, e);
 	if (low < high)
 		return hold(m, x, u->entry, u->from + low - u->at, high - low, e);
 	return m->rule[u->rule].shard == SHARD_EXPERT ? 0 : hold(m, x, u->entry, 0, 0, e);
@@ -150,7 +189,7 @@ static int take_share(struct maker *m, int share, struct stage_index *x, struct 
 
 	*x = (struct stage_index){ .form = m->head.form, .share = share };
 	memcpy(x->key, m->head.key, DIGEST_HEX);
-	memset(m->slot, 0, m->checkpoint->nentries * sizeof *m->slot);
+	memset(m->slot, 0, (m->checkpoint->nentries + m->derived.n) * sizeof *m->slot);
 	for (i = 0; i < m->nuses; i++) {
 		const struct use *u = &m->use[i];
 		const struct rule *r = &m->rule[u->rule];
@@ -169,29 +208,30 @@ static int take_share(struct maker *m, int share, struct stage_index *x, struct 
 	return 0;
 }
 
-static int publish(struct maker *m, const char *path, int share, const struct text *t, struct err *e)
+/* `path` is published unless it has these bytes already. */
+static int publish_new(struct maker *m, const char *path, int share, const struct text *want, struct err *e)
 {
+	struct text have = TEXT_INIT;
+	struct err none = ERR_INIT;
+	bool same = file_exists(path) && !file_read_all(path, want->len, &have, &none) && have.len == want->len &&
+		    !memcmp(have.s, want->s, want->len);
+
+	text_release(&have);
+	if (same)
+		return 0;
 	m->made->reused = false;
-	return file_publish(path, share, t->s, t->len, e);
+	return file_publish(path, share, want->s, want->len, e);
 }
 
 static int publish_index(struct maker *m, const struct stage_index *x, struct err *e)
 {
-	struct text want = TEXT_INIT, have = TEXT_INIT;
-	struct err none = ERR_INIT;
+	struct text t = TEXT_INIT;
 	char *path;
 	int rc = -1;
 
-	if (stage_index_name(&path, m->dir, x->share, e) || stage_index_text(&want, x, e))
-		goto out;
-	if (file_exists(path) && !file_read_all(path, want.len, &have, &none) && have.len == want.len &&
-	    !memcmp(have.s, want.s, want.len))
-		rc = 0;
-	else
-		rc = publish(m, path, x->share, &want, e);
-out:
-	text_release(&want);
-	text_release(&have);
+	if (!stage_index_name(&path, m->dir, x->share, e) && !stage_index_text(&t, x, e))
+		rc = publish_new(m, path, x->share, &t, e);
+	text_release(&t);
 	free(path);
 	return rc;
 }
@@ -343,6 +383,36 @@ static char *absolute(const char *path, struct err *e)
 	return joined;
 }
 
+static int write_derived(struct maker *m, struct err *e)
+{
+	char *path;
+	int rc;
+
+	if (!m->derived.n)
+		return 0;
+	path = file_join(m->dir, STAGE_DERIVED, e);
+	rc = path ? publish_new(m, path, 0, &m->derived.bytes, e) : -1;
+	free(path);
+	return rc;
+}
+
+/* By its absolute path, which a join with the checkpoint's directory leaves as it is. */
+static int add_derived_file(struct maker *m, struct err *e)
+{
+	struct checkpoint_file *f = &m->head.file[m->head.nfiles];
+	char *path;
+
+	if (!m->derived.n)
+		return 0;
+	path = file_join(m->dir, STAGE_DERIVED, e);
+	f->name = path ? absolute(path, e) : NULL;
+	free(path);
+	if (!f->name)
+		return -1;
+	m->head.nfiles++;
+	return file_size(f->name, &f->size, &f->mtime_ns, e);
+}
+
 static int set_head_files(struct maker *m, struct err *e)
 {
 	const struct checkpoint *c = m->checkpoint;
@@ -351,7 +421,7 @@ static int set_head_files(struct maker *m, struct err *e)
 	if (m->head.form != STAGE_REFERENCE)
 		return 0;
 	m->head.checkpoint = absolute(c->dir, e);
-	m->head.file = mem_calloc(c->nfiles, sizeof *m->head.file, e);
+	m->head.file = mem_calloc(c->nfiles + 1, sizeof *m->head.file, e);
 	if (!m->head.checkpoint || !m->head.file)
 		return -1;
 	for (i = 0; i < c->nfiles; i++) {
@@ -361,25 +431,18 @@ static int set_head_files(struct maker *m, struct err *e)
 			return -1;
 		m->head.nfiles++;
 	}
-	return 0;
+	return add_derived_file(m, e);
 }
 
 static int write_head(struct maker *m, struct err *e)
 {
-	struct text want = TEXT_INIT, have = TEXT_INIT;
-	struct err none = ERR_INIT;
 	char *path = file_join(m->dir, "stage.json", e);
+	struct text t = TEXT_INIT;
 	int rc = -1;
 
-	if (!path || set_head_files(m, e) || stage_head_text(&want, &m->head, e))
-		goto out;
-	if (!file_read_all(path, want.len, &have, &none) && have.len == want.len && !memcmp(have.s, want.s, want.len))
-		rc = 0;
-	else
-		rc = publish(m, path, 0, &want, e);
-out:
-	text_release(&want);
-	text_release(&have);
+	if (path && !set_head_files(m, e) && !stage_head_text(&t, &m->head, e))
+		rc = publish_new(m, path, 0, &t, e);
+	text_release(&t);
 	free(path);
 	return rc;
 }
@@ -419,7 +482,7 @@ static int check_key(const struct maker *m, struct err *e)
 {
 	char key[DIGEST_HEX];
 
-	stage_key(key, m->plan->weights, &m->mesh, m->plan->target_layers, m->plan->force_hf);
+	stage_key(key, m->plan->weights, &m->mesh, m->plan->target_layers, m->plan->force_hf, m->derived.digest);
 	if (strcmp(key, m->plan->stage_key))
 		return err_refuse(e, "the plan's stage key is not what this version makes of it: run dspark-plan again");
 	return 0;
@@ -487,17 +550,17 @@ static int make_shares(struct maker *m, const bool *want, struct err *e)
 int stage_make(const char *dir, const struct plan *plan, struct target *t, const struct checkpoint *c,
 	       const struct stage_options *o, struct stage_made *made, struct err *e)
 {
-	struct maker m = { .dir = dir, .plan = plan, .checkpoint = c, .o = o, .made = made, .lock = -1,
+	struct maker m = { .catalogue = { .find = find, .path = c->dir, .staged = true }, .dir = dir, .plan = plan, .checkpoint = c, .o = o, .made = made, .lock = -1,
 			   .mesh = { plan->world, plan->ep, plan->replicate, plan->sharded } };
 	bool *want = NULL;
 	int rc = -1;
 
 	*made = (struct stage_made){ .reused = true };
 	memcpy(m.head.key, plan->stage_key, DIGEST_HEX);
-	if (check_key(&m, e) || stage_shares(&m.mesh, &m.head.shares, e) || check_place(&m, e) || settle_form(&m, e) || walk(&m, t, e))
+	if (stage_derive(&m.derived, t, c->dir, (int)c->nfiles, e) || check_key(&m, e) || stage_shares(&m.mesh, &m.head.shares, e) || check_place(&m, e) || settle_form(&m, e) || walk(&m, t, e))
 		goto out;
 	want = wanted_shares(&m, e);
-	if (!want || enter(&m, e) || write_head(&m, e) || make_shares(&m, want, e))
+	if (!want || enter(&m, e) || write_derived(&m, e) || write_head(&m, e) || make_shares(&m, want, e))
 		goto out;
 	made->form = m.head.form;
 	made->shares = m.head.shares;
@@ -505,6 +568,7 @@ int stage_make(const char *dir, const struct plan *plan, struct target *t, const
 	rc = 0;
 out:
 	stage_head_release(&m.head);
+	stage_derivation_release(&m.derived);
 	free(m.rule);
 	free(m.use);
 	free(m.slot);

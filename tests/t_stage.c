@@ -203,16 +203,16 @@ static void test_key(void)
 	char a[DIGEST_HEX], b[DIGEST_HEX];
 	const struct stage_mesh one = { 1, 1, 1, false }, four = { 4, 2, 2, false }, cut = { 4, 2, 2, true }, other = { 4, 1, 2, true };
 
-	stage_key(a, "w", &one, 0, false);
-	stage_key(b, "w", &four, 0, false);
+	stage_key(a, "w", &one, 0, false, "");
+	stage_key(b, "w", &four, 0, false, "");
 	is_str(a, b, "a replicated target has one key for every world");
-	stage_key(b, "v", &one, 0, false);
+	stage_key(b, "v", &one, 0, false, "");
 	ok(strcmp(a, b), "weights count");
-	stage_key(b, "w", &one, 3, false);
+	stage_key(b, "w", &one, 3, false, "");
 	ok(strcmp(a, b), "the number of layers counts");
-	stage_key(b, "w", &cut, 0, false);
+	stage_key(b, "w", &cut, 0, false, "");
 	ok(strcmp(a, b), "sharding counts");
-	stage_key(a, "w", &other, 0, false);
+	stage_key(a, "w", &other, 0, false, "");
 	ok(strcmp(a, b), "the mesh counts");
 }
 
@@ -296,6 +296,40 @@ static int walk(struct target *t, struct weight_walk *w, struct err *e)
 
 static const struct model made_up = { .name = "made-up", .weights = walk };
 
+/* A model that makes two tensors at staging, besides one it reads. */
+static int64_t classes[11];
+static float mix[3][2];
+
+static int walk_derived(struct target *t, struct weight_walk *w, struct err *e)
+{
+	struct weight_spec s[3] = {
+		weight_vector(&fields[0], UNIT_ALWAYS, -1, 11, "classes"),
+		weight_matrix(&fields[1], UNIT_LAYER, 0, 3, 2, "mix"),
+		weight_vector(&fields[2], UNIT_LAYER, 0, 4, "norm.weight"),
+	};
+	int i;
+
+	(void)t;
+	s[0].kind = WEIGHT_RAW;
+	s[0].shard = SHARD_WHOLE;
+	s[0].derived = s[1].derived = true;
+	for (i = 0; i < 3; i++)
+		if (w->visit(w, &s[i], e))
+			return -1;
+	return 0;
+}
+
+static int derive(struct target *t, const char *model, char digest[33],
+		  int (*put)(void *ctx, const char *name, enum dtype dtype, int64_t rows, int64_t cols, const void *data, struct err *e),
+		  void *ctx, struct err *e)
+{
+	(void)t;
+	digest_xxh3(digest, classes, sizeof classes);
+	return !*model || put(ctx, "classes", DT_I64, 11, 1, classes, e) || put(ctx, "mix", DT_F32, 3, 2, mix, e) ? -1 : 0;
+}
+
+static const struct model deriving = { .name = "deriving", .weights = walk_derived, .derive = derive };
+
 struct bed {
 	struct checkpoint c;
 	struct target t;
@@ -316,7 +350,7 @@ static void bed_open(struct bed *b, struct stage_mesh m)
 	b->p.replicate = m.replicate;
 	b->p.sharded = m.sharded;
 	must(checkpoint_identity(&b->c, b->p.weights, &e), &e);
-	stage_key(b->p.stage_key, b->p.weights, &m, 0, false);
+	stage_key(b->p.stage_key, b->p.weights, &m, 0, false, "");
 }
 
 static void bed_close(struct bed *b)
@@ -507,7 +541,7 @@ static void test_experts(void)
 		     "big.weight:0+350", "ep_size 2, rank 0");
 	remove_dir(b.stage);
 	b.p.ep = 3;
-	stage_key(b.p.stage_key, b.p.weights, &(struct stage_mesh){ 2, 3, 1, true }, 0, false);
+	stage_key(b.p.stage_key, b.p.weights, &(struct stage_mesh){ 2, 3, 1, true }, 0, false, "");
 	ok(make(&b, STAGE_COPY, NULL, NULL, &e) && strstr(e.text, "cannot be divided"), "3 does not divide 2 ranks");
 	bed_close(&b);
 }
@@ -675,7 +709,7 @@ static void test_refusals(void)
 	make_refused(&b, STAGE_LZ4, "in the form 'copy', not 'lz4'", "a copy of another form stays");
 	b.p.world = 2;
 	b.p.sharded = true;
-	stage_key(b.p.stage_key, b.p.weights, &(struct stage_mesh){ 2, 1, 1, true }, 0, false);
+	stage_key(b.p.stage_key, b.p.weights, &(struct stage_mesh){ 2, 1, 1, true }, 0, false, "");
 	make_refused(&b, STAGE_COPY, "remove it or give another -s", "a copy of another key stays");
 	make_refused(&b, STAGE_REFERENCE, "remove it or give another -s", "by reference, too");
 	spoil(&b, "stage.json", 20);
@@ -683,13 +717,59 @@ static void test_refusals(void)
 	remove_dir(b.stage);
 	must(make(&b, STAGE_REFERENCE, NULL, NULL, &e), &e);
 	b.p.sharded = false;
-	stage_key(b.p.stage_key, b.p.weights, &(struct stage_mesh){ 2, 1, 1, false }, 0, false);
+	stage_key(b.p.stage_key, b.p.weights, &(struct stage_mesh){ 2, 1, 1, false }, 0, false, "");
 	ok(!make(&b, STAGE_REFERENCE, NULL, &made, &e) && !made.reused, "a stage by reference is replaced");
 	ok(!make(&b, STAGE_LZ4, NULL, &made, &e) && made.form == STAGE_LZ4, "by a copy, too");
 	strcpy(b.p.stage_key, "0");
 	make_refused(&b, STAGE_REFERENCE, "run dspark-plan again", "a plan whose key is not its own");
 	remove_dir(b.stage);
 	bed_close(&b);
+}
+
+/* ---- derived tensors ------------------------------------------------------------------------------------------------- */
+
+static void derived_is(struct stage *s, const char *name, const void *want, size_t off, size_t n, struct err *e)
+{
+	const struct entry *t = s->catalogue.find(&s->catalogue, name);
+	char buf[256];
+
+	ok(t && stage_bytes(t) == n && !stage_read(s, t, buf, 0, n, e) && !memcmp(buf, (const char *)want + off, n), "%s in form '%s'", name,
+	   stage_form_name(s->form));
+}
+
+static void test_derived(void)
+{
+	const struct stage_mesh two = { 2, 1, 1, true };
+	char none[DIGEST_HEX], digest[DIGEST_HEX];
+	enum stage_form form;
+	struct stage s;
+
+	for (form = 0; form < STAGE_FORMS; form++) {
+		struct err e = ERR_INIT;
+		struct stage_made made;
+		struct bed b;
+
+		classes[3] = 7;
+		mix[2][1] = 0.5f;
+		bed_open(&b, two);
+		must(stage_derived(none, &b.t, b.model, &e), &e);
+		is_str(none, "", "a model that derives nothing");
+		b.t.model = &deriving;
+		make_refused(&b, form, "run dspark-plan again", "what is derived counts in the key");
+		must(stage_derived(digest, &b.t, b.model, &e), &e);
+		stage_key(b.p.stage_key, b.p.weights, &two, 0, false, digest);
+		must(make(&b, form, NULL, &made, &e), &e);
+		must(stage_open(&s, b.stage, b.p.stage_key, 1, &e), &e);
+		derived_is(&s, "classes", classes, 0, sizeof classes, &e);
+		derived_is(&s, "mix", mix, 16, 8, &e);	/* the second of two ranks: a row by c = 2 */
+		ok(s.nentries == 3 && s.catalogue.find(&s.catalogue, "norm.weight"), "with the others");
+		stage_release(&s);
+		ok(!make(&b, form, NULL, &made, &e) && made.reused, "is kept");
+		classes[3] = 8;
+		make_refused(&b, form, "run dspark-plan again", "changes are seen");
+		remove_dir(b.stage);
+		bed_close(&b);
+	}
 }
 
 /* ---- threads --------------------------------------------------------------------------------------------------------- */
@@ -767,6 +847,7 @@ int main(void)
 		test_damage(form);
 	test_changed();
 	test_refusals();
+	test_derived();
 	test_threads();
 	snprintf(model, sizeof model, "%s/model", dir);
 	remove_dir(model);
