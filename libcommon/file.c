@@ -509,14 +509,12 @@ static bool is_temporary(const char *name, const char *host, long *pid)
 }
 
 /* A number of ours that is not in the table belonged to somebody before us. */
-static bool is_gone(const char *name, long pid)
+static bool is_gone(long pid)
 {
-	if (pid == (long)getpid())
-		return !is_live(name, true);
-	return kill((pid_t)pid, 0) && errno == ESRCH;
+	return pid == (long)getpid() || (kill((pid_t)pid, 0) && errno == ESRCH);
 }
 
-int file_sweep(const char *dir, bool others, struct err *e)
+int file_sweep(const char *dir, bool all, struct err *e)
 {
 	char host[HOST_NAME_MAX + 1];
 	struct dirent *ent;
@@ -529,8 +527,9 @@ int file_sweep(const char *dir, bool others, struct err *e)
 	while (!rc && (errno = 0, ent = readdir(d))) {
 		long pid;
 
-		if (!is_temporary(ent->d_name, host, &pid) ||
-		    (pid > 0 ? !is_gone(ent->d_name, pid) : !others))
+		if (!is_temporary(ent->d_name, host, &pid) || is_live(ent->d_name, true))
+			continue;
+		if (!all && (pid <= 0 || !is_gone(pid)))
 			continue;
 		if (unlinkat(dirfd(d), ent->d_name, 0) && errno != ENOENT)
 			rc = err_errno(e, "cannot remove '%s/%s'", dir, ent->d_name);

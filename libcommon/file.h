@@ -56,10 +56,11 @@ void file_new_abort(struct file_new *f);
 void file_abort_all(void);
 
 /*
- * Removes DIR/.*.tmp.HOST.RANK.PID of this host whose process is gone, and every .*.tmp.* of other
- * hosts if `others`.
+ * Removes DIR/.*.tmp.HOST.RANK.PID of this host whose process is gone. With `all` (a lock says that nobody
+ * else writes here) every .*.tmp.*, also of other hosts, of processes that died but were not waited for,
+ * and of numbers that other programs have now. Our own open files stay.
  */
-int file_sweep(const char *dir, bool others, struct err *e);
+int file_sweep(const char *dir, bool all, struct err *e);
 
 /* Writes `n` bytes to `path` by file_new_*. */
 int file_publish(const char *path, int rank, const void *buf, size_t n, struct err *e);
