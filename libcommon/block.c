@@ -157,16 +157,21 @@ static int yarn(float *freq, int width, double theta, const json_t *p, double ma
 	return 0;
 }
 
-/* LongRoPE with the short factors: the reference never learns the row's length, so it never takes the long ones. */
-static int longrope(float *freq, int width, double theta, const json_t *p, double max_positions, float *scale, struct err *e)
+/* LongRoPE: the short factors, or the long ones for rows padded to more than the original length. */
+static int longrope(float *freq, int width, double theta, const json_t *p, double max_positions, int64_t length, float *scale,
+		    struct err *e)
 {
-	const json_t *factors = json_object_get(p, "short_factor");
+	const json_t *factors;
+	const char *key;
 	double orig, factor, given;
 
+	if (positive(p, "original_max_position_embeddings", max_positions, &orig, e))
+		return -1;
+	key = (double)length > orig ? "long_factor" : "short_factor";
+	factors = json_object_get(p, key);
 	if (json_array_size(factors) != (size_t)width / 2)
-		return err_refuse(e, "rope type 'longrope' needs 'short_factor' with %d numbers", width / 2);
-	if (positive(p, "original_max_position_embeddings", max_positions, &orig, e) ||
-	    positive(p, "factor", max_positions / orig, &factor, e) ||
+		return err_refuse(e, "rope type 'longrope' needs '%s' with %d numbers", key, width / 2);
+	if (positive(p, "factor", max_positions / orig, &factor, e) ||
 	    positive(p, "attention_factor", factor <= 1 ? 1 : sqrt(1 + log(factor) / log(orig)), &given, e))
 		return -1;
 	*scale = (float)given;
@@ -178,8 +183,39 @@ static int longrope(float *freq, int width, double theta, const json_t *p, doubl
 	return 0;
 }
 
-int rope_frequencies(float *freq, int width, double theta, const json_t *params, double max_positions, float *scale,
-		     struct err *e)
+/* Dynamic NTK: rows padded to more than the training length get a larger theta. */
+static int dynamic(float *freq, int width, double theta, const json_t *p, double max_positions, int64_t length, struct err *e)
+{
+	double factor;
+	float grown;
+
+	if (positive(p, "factor", 0, &factor, e))
+		return -1;
+	if (width < 4)
+		return err_refuse(e, "rope type 'dynamic' needs heads of at least 4, not %d", width);
+	if (!((double)length > max_positions))
+		return 0;
+	grown = (float)factor * (float)length / (float)max_positions - (float)(factor - 1);
+	grown = (float)theta * powf(grown, (float)width / (float)(width - 2));
+	for (int j = 0; j < width / 2; j++)
+		freq[j] = base_frequency(j, width, grown);
+	return 0;
+}
+
+/* The first partial_rotary_factor of the head turns, with the exponents of the whole head; the rest stands still. */
+static int proportional(float *freq, int width, const json_t *p, struct err *e)
+{
+	double factor, part;
+
+	if (positive(p, "factor", 1, &factor, e) || positive(p, "partial_rotary_factor", 1, &part, e))
+		return -1;
+	for (int j = 0; j < width / 2; j++)
+		freq[j] = j < (int)floor(part * width / 2) ? freq[j] / (float)factor : 0;
+	return 0;
+}
+
+int rope_frequencies(float *freq, int width, double theta, const json_t *params, double max_positions, int64_t length,
+		     float *scale, struct err *e)
 {
 	const char *type = "default";
 	double factor;
@@ -190,8 +226,12 @@ int rope_frequencies(float *freq, int width, double theta, const json_t *params,
 	*scale = 1;
 	for (int j = 0; j < width / 2; j++)
 		freq[j] = base_frequency(j, width, theta);
-	if (!strcmp(type, "default") || !strcmp(type, "dynamic"))	/* dynamic only acts where a cache grows */
+	if (!strcmp(type, "default"))
 		return 0;
+	if (!strcmp(type, "dynamic"))
+		return dynamic(freq, width, theta, params, max_positions, length, e);
+	if (!strcmp(type, "proportional"))
+		return proportional(freq, width, params, e);
 	if (!strcmp(type, "linear")) {
 		if (positive(params, "factor", 0, &factor, e))
 			return -1;
@@ -204,6 +244,6 @@ int rope_frequencies(float *freq, int width, double theta, const json_t *params,
 	if (!strcmp(type, "yarn"))
 		return yarn(freq, width, theta, params, max_positions, scale, e);
 	if (!strcmp(type, "longrope"))
-		return longrope(freq, width, theta, params, max_positions, scale, e);
-	return err_refuse(e, "rope type '%s' is not supported (default, dynamic, linear, llama3, yarn, longrope are)", type);
+		return longrope(freq, width, theta, params, max_positions, length, scale, e);
+	return err_refuse(e, "rope type '%s' is not supported (default, dynamic, linear, llama3, yarn, longrope, proportional are)", type);
 }

@@ -31,10 +31,11 @@ void block_route(struct chunk *c, struct tensor h, const struct weight *router, 
 
 /*
  * Inverse frequencies, F32 as the reference computes them: theta^(-2j/width), j < width/2, then scaling. `params` is the config's
- * rope_parameters/rope_scaling object or NULL; types default, dynamic, linear, llama3, yarn, longrope, with the
- * arithmetic of transformers' modeling_rope_utils. *scale becomes the factor on cos and sin.
+ * rope_parameters/rope_scaling object or NULL; types default, dynamic, linear, llama3, yarn, longrope,
+ * proportional, with the arithmetic of transformers' modeling_rope_utils. `length` is what rows are padded to, for classes whose dynamic and
+ * longrope frequencies depend on it, else 0. *scale becomes the factor on cos and sin.
  */
-int rope_frequencies(float *freq, int width, double theta, const json_t *params, double max_positions, float *scale,
-		     struct err *e);
+int rope_frequencies(float *freq, int width, double theta, const json_t *params, double max_positions, int64_t length,
+		     float *scale, struct err *e);
 
 #endif

@@ -208,6 +208,7 @@ struct tap {
 struct target_options {
 	bool force_hf;
 	int64_t num_hidden_layers;	/* 0 = all */
+	int64_t seq_length;		/* what the reference pads every row to: some rope types depend on it */
 };
 
 /* An opened target: sizes every command needs, and the model's own state (sizes and weights by name). */

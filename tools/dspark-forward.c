@@ -269,7 +269,7 @@ static int open_stage(struct session *s, struct err *e)
 
 static int open_inputs(struct session *s, struct err *e)
 {
-	struct target_options to = { s->plan.force_hf, s->plan.target_layers };
+	struct target_options to = { s->plan.force_hf, s->plan.target_layers, s->plan.g.seq_length };
 	char *tokens = plan_path(&s->plan, s->plan.tokens, e);
 	const char *want;
 	int rc = -1;

@@ -166,7 +166,7 @@ static int load(const struct options *o, struct err *e)
 		goto out;
 	so.ranks = ranks = parse_ranks(o->ranks, p.world, e);
 	if (e->code || open_checkpoint(&c, &p, e) ||
-	    target_open(&t, c.dir, c.config, &(struct target_options){ p.force_hf, p.target_layers }, e))
+	    target_open(&t, c.dir, c.config, &(struct target_options){ p.force_hf, p.target_layers, p.g.seq_length }, e))
 		goto out;
 	path = stage_path(o, &p, e);
 	if (!path || stage_make(path, &p, &t, &c, &so, &made, e))

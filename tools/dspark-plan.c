@@ -194,7 +194,7 @@ static int make_plan(const struct options *o, struct err *e)
 
 	if (recipe_read(&r, o->recipe, (const char *const *)o->set, (int)o->nset, e) || checkpoint_open(&c, r.target_dir, !o->tokens, e))
 		goto out;
-	to = (struct target_options){ r.target_force_hf, r.target_num_hidden_layers };
+	to = (struct target_options){ r.target_force_hf, r.target_num_hidden_layers, r.seq_length };
 	if (target_open(&target, r.target_dir, c.config, &to, e) || recipe_template(&r, sha, &tokenizer, e))
 		goto out;
 	if (!o->tokens && tokenizer && !sha[0]) {

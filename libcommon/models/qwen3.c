@@ -171,9 +171,40 @@ static int mark_sliding(struct qwen3 *q, const json_t *c, struct err *e)
 	return 0;
 }
 
-/* One flat object whatever the layout: rope_scaling or rope_parameters, with rope_type, rope_theta and, for the types that
- * transformers fills in, original_max_position_embeddings. */
-static json_t *standard_rope(const json_t *c, double *theta, double *max_positions, struct err *e)
+/* The keys without which transformers refuses a rope type, in any class. */
+static int require_keys(const json_t *p, const char *type, struct err *e)
+{
+	static const struct { const char *type, *key; } required[] = {
+		{ "linear", "factor" }, { "dynamic", "factor" }, { "yarn", "factor" }, { "llama3", "factor" },
+		{ "llama3", "low_freq_factor" }, { "llama3", "high_freq_factor" },
+		{ "longrope", "short_factor" }, { "longrope", "long_factor" },
+	};
+
+	for (size_t i = 0; i < sizeof required / sizeof *required; i++)
+		if (!strcmp(type, required[i].type) && !json_object_get(p, required[i].key))
+			return err_refuse(e, CONFIG ": rope type '%s' needs '%s'", type, required[i].key);
+	return 0;
+}
+
+/*
+ * The types that transformers fills original_max_position_embeddings in for: with max_position_embeddings where the object has none. One
+ * at the top level of the file comes late, when transformers' functions compute frequencies, and then wins: the default classes call these
+ * for yarn and longrope of the dense model only.
+ */
+static void fill_original(json_t *p, const json_t *c, const char *type, bool late, double max_positions)
+{
+	const char *key = "original_max_position_embeddings";
+
+	if (strcmp(type, "yarn") && strcmp(type, "llama3") && strcmp(type, "longrope"))
+		return;
+	if (late && json_has(c, key))
+		json_object_set(p, key, json_object_get(c, key));
+	else if (!json_has(p, key))
+		json_object_set_new(p, key, json_real(max_positions));
+}
+
+/* One flat object whatever the layout, rope_scaling or rope_parameters, with rope_type and what transformers fills in. */
+static json_t *standard_rope(const struct qwen3 *q, const json_t *c, double *theta, double *max_positions, struct err *e)
 {
 	const json_t *given = json_has(c, "rope_scaling") ? json_object_get(c, "rope_scaling") : json_object_get(c, "rope_parameters");
 	json_t *p = json_is_object(given) ? json_copy((json_t *)given) : json_object();
@@ -188,19 +219,15 @@ static json_t *standard_rope(const json_t *c, double *theta, double *max_positio
 	    json_real_or(c, CONFIG, "max_position_embeddings", 32768, max_positions, e) ||
 	    json_real_or(c, CONFIG, "partial_rotary_factor", 1, &partial, e) ||
 	    json_real_or(p, CONFIG, "partial_rotary_factor", partial, &partial, e) ||
-	    json_str_or(p, CONFIG, "type", "default", &type, e) || json_str_or(p, CONFIG, "rope_type", type, &type, e))
+	    json_str_or(p, CONFIG, "type", "default", &type, e) || json_str_or(p, CONFIG, "rope_type", type, &type, e) ||
+	    require_keys(p, type, e))
 		goto bad;
 	if (partial != 1 || !(*theta > 1)) {
 		err_refuse(e, CONFIG ": %s", partial != 1 ? "partial_rotary_factor is not supported for Qwen3" : "rope_theta must exceed 1");
 		goto bad;
 	}
 	json_object_set_new(p, "rope_type", json_string(type));
-	if (!strcmp(type, "yarn") || !strcmp(type, "llama3") || !strcmp(type, "longrope")) {
-		if (json_has(c, "original_max_position_embeddings"))
-			json_object_set(p, "original_max_position_embeddings", json_object_get(c, "original_max_position_embeddings"));
-		else if (!json_has(p, "original_max_position_embeddings"))
-			json_object_set_new(p, "original_max_position_embeddings", json_real(*max_positions));
-	}
+	fill_original(p, c, type, q->force_hf || (!q->moe_type && strcmp(type, "llama3")), *max_positions);
 	return p;
 bad:
 	json_decref(p);
@@ -215,10 +242,12 @@ static int moe_yarn(struct qwen3 *q, const json_t *p, double theta, struct err *
 {
 	double factor, orig, slow, fast, lo, hi, half = (double)q->D / 2;
 
+	if (json_is_null(json_object_get(p, "factor")))
+		return err_refuse(e, CONFIG ": the rope scaling's factor is null, which the reference's qwen3_moe cannot run");
 	if (json_real_or(p, CONFIG, "factor", 1, &factor, e) || json_real_or(p, CONFIG, "beta_slow", 1, &slow, e) ||
 	    json_real_or(p, CONFIG, "beta_fast", 32, &fast, e) ||
 	    json_real_or(p, CONFIG, "original_max_position_embeddings", 4096, &orig, e) ||
-	    rope_frequencies(q->freq, (int)q->D, theta, NULL, 0, &q->rope.scale, e))
+	    rope_frequencies(q->freq, (int)q->D, theta, NULL, 0, 0, &q->rope.scale, e))
 		return -1;
 	if (!(factor > 1))
 		return 0;
@@ -236,10 +265,10 @@ static int moe_yarn(struct qwen3 *q, const json_t *p, double theta, struct err *
 	return 0;
 }
 
-static int read_rope(struct qwen3 *q, const json_t *c, struct err *e)
+static int read_rope(struct qwen3 *q, const json_t *c, int64_t seq_length, struct err *e)
 {
 	double theta, max_positions;
-	json_t *p = standard_rope(c, &theta, &max_positions, e);
+	json_t *p = standard_rope(q, c, &theta, &max_positions, e);
 	int rc = -1;
 
 	if (!p)
@@ -249,7 +278,7 @@ static int read_rope(struct qwen3 *q, const json_t *c, struct err *e)
 	if (!q->freq)
 		goto out;
 	rc = q->moe_type && !q->force_hf ? moe_yarn(q, p, theta, e) :
-	     rope_frequencies(q->freq, (int)q->D, theta, p, max_positions, &q->rope.scale, e);
+	     rope_frequencies(q->freq, (int)q->D, theta, p, max_positions, q->force_hf ? seq_length : 0, &q->rope.scale, e);
 out:
 	json_decref(p);
 	return rc;
@@ -296,7 +325,7 @@ static int qwen3_config(struct target *t, const json_t *c, const struct target_o
 	if (refuse_unsupported(c, e) || read_sizes(q, c, e) || (q->moe_type && read_experts(q, c, e)))
 		return -1;
 	q->layer = mem_calloc((size_t)q->L, sizeof *q->layer, e);
-	if (!q->layer || mark_moe(q, c, e) || mark_sliding(q, c, e) || read_rope(q, c, e))
+	if (!q->layer || mark_moe(q, c, e) || mark_sliding(q, c, e) || read_rope(q, c, o->seq_length, e))
 		return -1;
 	t->vocab = q->V;
 	t->hidden = q->H;
