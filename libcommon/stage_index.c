@@ -167,6 +167,18 @@ out:
 	return rc;
 }
 
+int stage_head_parse(struct stage_head *h, const struct text *t, const char *what, struct err *e)
+{
+	*h = (struct stage_head){ 0 };
+	if (!is_sealed(t, 0, h->digest))
+		return err_refuse(e, "'%s' is damaged or no stage of dspark: its last member does not vouch for its bytes; remove its "
+				  "directory and run dspark-load again, or give another -s", what);
+	if (!parse_head(h, t, what, e))
+		return 0;
+	stage_head_release(h);
+	return -1;
+}
+
 int stage_head_read(struct stage_head *h, const char *dir, struct err *e)
 {
 	char *path = file_join(dir, "stage.json", e);
@@ -176,20 +188,10 @@ int stage_head_read(struct stage_head *h, const char *dir, struct err *e)
 	*h = (struct stage_head){ 0 };
 	if (!path)
 		return -1;
-	if (!file_exists(path)) {
+	if (!file_exists(path))
 		rc = 1;
-		goto out;
-	}
-	if (file_read_all(path, TEXT_MAX, &t, e))
-		goto out;
-	if (!is_sealed(&t, 0, h->digest))
-		err_refuse(e, "'%s' is damaged or no stage of dspark: its last member does not vouch for its bytes; remove '%s' "
-			      "and run dspark-load again, or give another -s", path, dir);
-	else
-		rc = parse_head(h, &t, path, e);
-out:
-	if (rc < 0)
-		stage_head_release(h);
+	else if (!file_read_all(path, TEXT_MAX, &t, e))
+		rc = stage_head_parse(h, &t, path, e);
 	text_release(&t);
 	free(path);
 	return rc;
@@ -435,22 +437,27 @@ static int parse_index(struct stage_index *x, const struct text *t, const char *
 	return tensors == (int64_t)x->n ? 0 : err_refuse(e, "'%s' lists %zu tensors where it says %" PRId64, path, x->n, tensors);
 }
 
+int stage_index_parse(struct stage_index *x, const struct text *t, const char *what, struct err *e)
+{
+	char hex[DIGEST_HEX];
+
+	*x = (struct stage_index){ 0 };
+	if (!is_sealed(t, 1, hex))
+		return err_refuse(e, "'%s' is damaged: its last line does not vouch for its bytes; run dspark-load again", what);
+	if (!parse_index(x, t, what, e))
+		return 0;
+	stage_index_release(x);
+	return -1;
+}
+
 int stage_index_read(struct stage_index *x, const char *path, struct err *e)
 {
 	struct text t = TEXT_INIT;
-	char hex[DIGEST_HEX];
 	int rc = -1;
 
 	*x = (struct stage_index){ 0 };
-	if (file_read_all(path, TEXT_MAX, &t, e))
-		goto out;
-	if (!is_sealed(&t, 1, hex))
-		err_refuse(e, "'%s' is damaged: its last line does not vouch for its bytes; run dspark-load again", path);
-	else
-		rc = parse_index(x, &t, path, e);
-out:
-	if (rc)
-		stage_index_release(x);
+	if (!file_read_all(path, TEXT_MAX, &t, e))
+		rc = stage_index_parse(x, &t, path, e);
 	text_release(&t);
 	return rc;
 }

@@ -39,6 +39,7 @@ struct stage_head {
 
 /* 0 read, 1 there is no stage.json, -1 refused (damaged, another format or version). */
 int stage_head_read(struct stage_head *h, const char *dir, struct err *e);
+int stage_head_parse(struct stage_head *h, const struct text *t, const char *what, struct err *e);
 int stage_head_text(struct text *out, struct stage_head *h, struct err *e);	/* also sets h->digest */
 void stage_head_release(struct stage_head *h);
 
@@ -65,6 +66,7 @@ struct stage_index {
 
 int stage_index_name(char **path, const char *dir, int share, struct err *e);
 int stage_index_read(struct stage_index *x, const char *path, struct err *e);
+int stage_index_parse(struct stage_index *x, const struct text *t, const char *what, struct err *e);
 int stage_index_text(struct text *out, const struct stage_index *x, struct err *e);
 int stage_index_add(struct stage_index *x, const struct entry *t, struct err *e);	/* borrows name and shape */
 int stage_index_blocks(struct stage_index *x, size_t i, size_t n, struct err *e);	/* makes tensor i's table, zeroed */

@@ -5,7 +5,7 @@
 . "${top_srcdir:?run it by make check}/tests/tap.sh"
 
 golden=$top_srcdir/tests/data/golden
-mkdir "$tmp/yaml" "$tmp/safetensors" "$tmp/record"
+mkdir "$tmp/yaml" "$tmp/safetensors" "$tmp/record" "$tmp/stage"
 i=0
 for f in "$golden"/*/recipe.yaml "$top_srcdir"/examples/recipes/*.yaml; do
 	i=$((i + 1))
@@ -20,7 +20,9 @@ dspark-plan -q -c "$golden/qwen3-tied/recipe.yaml" --set "recipe_args.target_mod
 	--set "recipe_args.cache_output_dir=$tmp/none" >"$tmp/record/1"
 printf '%s\n' '{"record":"plan"}' '{"record":"range","rank":0}' '[]' >"$tmp/record/2"
 
-for kind in yaml safetensors record; do
+cp "$top_srcdir"/tests/data/fuzz/stage/* "$tmp/stage"
+
+for kind in yaml safetensors record stage; do
 	target=${top_builddir:-.}/tests/fuzz_$kind
 	if [ ! -x "$target" ]; then
 		skip "fuzz_$kind" "not built"
