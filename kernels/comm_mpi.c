@@ -197,12 +197,13 @@ static int mpi_gather(struct comm *c, const void *buf, uint64_t bytes, int root,
 	return -1;
 }
 
-/* One cut of an all-gather: n bytes at `off` of each part. The receive type's extent is a whole part, so that cuts of all ranks fall into place. */
-static int allgather_cut(struct comm *c, char *out, const char *in, uint64_t bytes, uint64_t off, int n, struct err *e)
+/* One cut of an all-gather: n bytes at `off` of each part. The receive type's extent is a whole part, so that cuts of all
+ * ranks fall into place; MPI keeps a freed type as long as an operation uses it. */
+static int allgather_cut(struct comm *c, MPI_Request *r, char *out, const char *in, uint64_t bytes, uint64_t off, int n,
+			 struct err *e)
 {
 	bool in_place = in == out + (uint64_t)c->rank * bytes;
 	MPI_Datatype run, part;
-	MPI_Request r;
 	int rc;
 
 	if (check(MPI_Type_contiguous(n, MPI_BYTE, &run), "make a type", e))
@@ -213,22 +214,67 @@ static int allgather_cut(struct comm *c, char *out, const char *in, uint64_t byt
 		return -1;
 	rc = check(MPI_Type_commit(&part), "make a type", e);
 	if (!rc)
-		rc = check(MPI_Iallgather(in_place ? MPI_IN_PLACE : in + off, n, MPI_BYTE, out + off, 1, part, comm_of(c), &r),
+		rc = check(MPI_Iallgather(in_place ? MPI_IN_PLACE : in + off, n, MPI_BYTE, out + off, 1, part, comm_of(c), r),
 			   "start an all-gather", e);
-	if (!rc)
-		rc = wait_all(&r, 1, SLEEP_DATA, "finish an all-gather", e);
 	MPI_Type_free(&part);
 	return rc;
 }
 
-static int mpi_allgather(struct comm *c, void *out, const void *in, uint64_t bytes, struct err *e)
+static int mpi_allgather_start(struct comm *c, struct comm_request *r, void *out, const void *in, uint64_t bytes,
+			       struct err *e)
 {
+	struct flight *f = r->state = mem_calloc(1, sizeof *f, e);
 	uint64_t off;
 
-	for (off = 0; off < bytes; off += (uint64_t)cut_at(bytes - off))
-		if (allgather_cut(c, out, in, bytes, off, cut_at(bytes - off), e))
-			return -1;
+	if (!f)
+		return -1;
+	for (off = 0; off < bytes; off += (uint64_t)cut_at(bytes - off)) {
+		MPI_Request *one = flight_add(f, e);
+
+		if (!one || allgather_cut(c, one, out, in, bytes, off, cut_at(bytes - off), e))
+			return -1;	/* cuts in flight die with the communicator: the caller aborts it */
+	}
 	return 0;
+}
+
+/* Cuts end in any order, but all have to. */
+static int flight_test(struct flight *f, bool *done, struct err *e)
+{
+	int one;
+
+	*done = true;
+	for (size_t i = 0; i < f->n; i++) {
+		if (check(MPI_Test(&f->r[i], &one, MPI_STATUS_IGNORE), "finish an all-gather", e))
+			return -1;
+		*done = *done && one;
+	}
+	return 0;
+}
+
+static int mpi_allgather_end(struct comm *c, struct comm_request *r, bool wait, bool *done, struct err *e)
+{
+	struct flight *f = r->state;
+
+	(void)c;
+	*done = true;
+	if (!f)
+		return 0;
+	if (wait ? flight_land(f, SLEEP_DATA, e) : flight_test(f, done, e))
+		return -1;
+	if (*done) {
+		free(f->r);
+		free(f);
+		r->state = NULL;
+	}
+	return 0;
+}
+
+static int mpi_allgather(struct comm *c, void *out, const void *in, uint64_t bytes, struct err *e)
+{
+	struct comm_request r;
+	bool done;
+
+	return mpi_allgather_start(c, &r, out, in, bytes, e) ? -1 : mpi_allgather_end(c, &r, true, &done, e);
 }
 
 static uint64_t offset_of(const int64_t *rows, int rank, uint64_t row)
@@ -314,6 +360,8 @@ static const struct transport transport = {
 	.bcast = mpi_bcast,
 	.gather = mpi_gather,
 	.allgather = mpi_allgather,
+	.allgather_start = mpi_allgather_start,
+	.allgather_end = mpi_allgather_end,
 	.alltoallv = mpi_alltoallv,
 	.split = mpi_split,
 };

@@ -76,6 +76,21 @@ static int self_allgather(struct comm *c, void *out, const void *in, uint64_t by
 	return 0;
 }
 
+static int self_allgather_start(struct comm *c, struct comm_request *r, void *out, const void *in, uint64_t bytes,
+				struct err *e)
+{
+	r->state = NULL;
+	return self_allgather(c, out, in, bytes, e);
+}
+
+static int self_allgather_end(struct comm *c, struct comm_request *r, bool wait, bool *done, struct err *e)
+{
+	(void)r;
+	(void)wait;
+	*done = true;
+	return alone(c, e);
+}
+
 static int self_alltoallv(struct comm *c, void *out, const int64_t *out_rows, const void *in, const int64_t *in_rows,
 			  uint64_t row, struct err *e)
 {
@@ -101,8 +116,9 @@ static int self_split(struct comm *c, struct comm *out, int colour, int key, str
 
 #define VERBS \
 	.name = "self", .close = self_close, .abort = self_abort, .barrier = self_barrier, .allreduce = self_allreduce, \
-	.bcast = self_bcast, .gather = self_gather, .allgather = self_allgather, .alltoallv = self_alltoallv, \
-	.split = self_split
+	.bcast = self_bcast, .gather = self_gather, .allgather = self_allgather, \
+	.allgather_start = self_allgather_start, .allgather_end = self_allgather_end, \
+	.alltoallv = self_alltoallv, .split = self_split
 
 static const struct transport self = { .collective = true, VERBS };
 static const struct transport told = { .collective = false, VERBS };

@@ -18,6 +18,11 @@ struct comm;
 
 enum comm_op { COMM_MAX, COMM_MIN, COMM_SUM };
 
+/* An all-gather under way. */
+struct comm_request {
+	void *state;			/* the transport's; NULL = ended */
+};
+
 struct transport {
 	const char *name;		/* "self", "mpi", "nccl" */
 	bool collective;		/* false: ranks are told, not connected (--rank, torchrun without NCCL); collectives of world > 1 are refused */
@@ -32,6 +37,14 @@ struct transport {
 	int (*gather)(struct comm *c, const void *buf, uint64_t bytes, int root, char **out, uint64_t *len, struct err *e);
 	/* out holds world parts of `bytes` each; `in` may be its own part of out. */
 	int (*allgather)(struct comm *c, void *out, const void *in, uint64_t bytes, struct err *e);
+	/*
+	 * As allgather, but returns at once: both buffers belong to the transport until it has ended. Same order
+	 * on every rank, among the other calls of this communicator too.
+	 */
+	int (*allgather_start)(struct comm *c, struct comm_request *r, void *out, const void *in, uint64_t bytes,
+			       struct err *e);
+	/* Makes progress; with `wait` until the end, sleeping. *done: ended, r may be used again. */
+	int (*allgather_end)(struct comm *c, struct comm_request *r, bool wait, bool *done, struct err *e);
 	/* Rows to and from each rank, consecutive in rank order. */
 	int (*alltoallv)(struct comm *c, void *out, const int64_t *out_rows, const void *in, const int64_t *in_rows,
 			 uint64_t row, struct err *e);

@@ -202,6 +202,30 @@ static void check_allgather(struct comm *c, uint64_t n, bool in_place)
 	free(out);
 }
 
+/* Two under way at once, tested until they end, with another collective in between. */
+static void check_started(struct comm *c, uint64_t n)
+{
+	unsigned char *p = message(c->rank, 9, n), *out[2];
+	struct comm_request r[2];
+	bool good = true, done;
+
+	for (int i = 0; i < 2; i++) {
+		out[i] = calloc((size_t)c->world, n + 1);
+		good = good && !c->t->allgather_start(c, &r[i], out[i], p, n, &failure);
+	}
+	good = good && !c->t->barrier(c, &failure);
+	for (done = false; good && !done;)
+		good = !c->t->allgather_end(c, &r[0], false, &done, &failure);
+	good = good && !c->t->allgather_end(c, &r[1], true, &done, &failure) && done;
+	for (int i = 0; i < 2; i++) {
+		for (int rank = 0; good && rank < c->world; rank++)
+			good = arrived(out[i] + (uint64_t)rank * n, rank, 9, n);
+		free(out[i]);
+	}
+	all_ok(c, good, "started allgathers");
+	free(p);
+}
+
 /* Rows from rank a to rank b; none where that is 0. */
 static int64_t rows_of(int a, int b, int64_t most)
 {
@@ -256,6 +280,7 @@ static void check_all(struct comm *c)
 		check_gather(c, sizes[i]);
 		check_allgather(c, sizes[i], false);
 		check_allgather(c, sizes[i], true);
+		check_started(c, sizes[i]);
 		check_alltoallv(c, (int64_t)sizes[i] / 7, 7);
 	}
 	check_alltoallv(c, 10, 0);
