@@ -172,17 +172,22 @@ struct backend {
 	void (*store)(struct device *d, void *dst, enum dtype to, int64_t dst_ld, struct tensor x);
 
 	/*
-	 * Weights. alloc makes room for `w` as described; fill puts rows [row0, row0+n) of matrix `index` from n*cols host elements
-	 * of dtype `from` (converted to what the weight needs; any order, each row once; calls for different rows may run on different threads); ready ends
-	 * the filling. free is legal on a weight without handle.
+	 * Weights. alloc makes room for `w` as described; fill puts rows [row0, row0+n) of matrix `index`, in any order, each row
+	 * once; calls for different rows may run on different threads; ready ends the filling. free is legal on a weight without
+	 * handle. `src` holds n rows as stored: n*cols host elements of dtype `from`, converted to what the weight needs, or their
+	 * codes where w->quant is set. `scales` [n, ceil(cols / block_cols)] of quant->scale, one row for each weight row
+	 * (block rows are repeated by the caller), NULL for plain weights.
 	 */
 	int (*weight_alloc)(struct device *d, struct weight *w, struct err *e);
 	int (*weight_fill)(struct device *d, struct weight *w, int64_t index, int64_t row0, int64_t n, const void *src,
-			   enum dtype from, struct err *e);
+			   enum dtype from, const void *scales, struct err *e);
 	int (*weight_ready)(struct device *d, struct weight *w, struct err *e);
 	void (*weight_free)(struct device *d, struct weight *w);
 
-	/* out[T,cols] = table[ids[t]], rounded to the compute dtype when the table is BULK; ids i32 [T,1]. */
+	/*
+	 * out[T, n*cols]: rows ids[t,0] .. ids[t,n-1] of the table side by side; ids i32 [T,n]. Numbers are rounded to the compute
+	 * dtype when the table is BULK; integers become out's integer dtype.
+	 */
 	void (*rows)(struct device *d, struct tensor out, const struct weight *table, struct tensor ids);
 
 	/* out[T,N] = x[T,K] w^T (+ bias[N] F32), or out += with `add`. x is rounded to the operand dtype (compute dtype; F32 for FP32 weights) first. */

@@ -158,7 +158,7 @@ static int fill_slice(struct filler *f, const struct slice *s, void *buf, struct
 
 	if (stage_read(w->stage, t, buf, off, (uint64_t)s->rows * row, e))
 		return -1;
-	return w->dev->be->weight_fill(w->dev, f->b->field, s->src->index, s->src->row0 + s->row0, s->rows, buf, t->dtype, e);
+	return w->dev->be->weight_fill(w->dev, f->b->field, s->src->index, s->src->row0 + s->row0, s->rows, buf, t->dtype, NULL, e);
 }
 
 static void *fill_thread(void *arg)
@@ -207,7 +207,7 @@ static int fill(struct weights *w, struct bound *b, struct err *e)
 	uint64_t slices = stored_bytes(b) / SLICE_BYTES;
 
 	if (b->data)
-		return w->dev->be->weight_fill(w->dev, b->field, 0, 0, b->field->rows, b->data, b->field->stored, e);
+		return w->dev->be->weight_fill(w->dev, b->field, 0, 0, b->field->rows, b->data, b->field->stored, NULL, e);
 	if (want > FILL_THREADS_MAX)
 		want = FILL_THREADS_MAX;
 	for (; n < want - 1 && (uint64_t)n < slices; n++)	/* this thread is the last of them; fewer are slower, not wrong */

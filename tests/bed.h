@@ -59,6 +59,9 @@ static inline void bed_open(struct device *d, const char *backend, enum dtype co
 	struct device_options o = { .compute = compute, .threads = threads, .local_size = 1 };
 	struct err e = ERR_INIT;
 
+#ifdef __SANITIZE_THREAD__
+	o.threads = 1;		/* gcc's OpenMP runtime is not instrumented: its barriers are invisible */
+#endif
 	bed_check(backend_open(d, backend, &o, &e), &e);
 }
 
@@ -145,7 +148,7 @@ static inline void bed_weight(struct device *d, struct weight *w, enum weight_us
 
 		for (int k = 0; k < 3; k++)
 			bed_check(d->be->weight_fill(d, w, i, part[k][0], part[k][1] - part[k][0],
-						     p + (size_t)((i * rows + part[k][0]) * cols) * dtype_size(stored), stored, &e), &e);
+						     p + (size_t)((i * rows + part[k][0]) * cols) * dtype_size(stored), stored, NULL, &e), &e);
 	}
 	bed_check(d->be->weight_ready(d, w, &e), &e);
 	free(p);

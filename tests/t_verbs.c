@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Every verb of every backend against ref on odd sizes, ref against values known otherwise, and what verbs refuse. */
 #include <malloc.h>
+#include <pthread.h>
 
 #include "bed.h"
 
@@ -417,11 +418,32 @@ static void test_raw_table(void)
 
 	for (int i = 0; i < 15; i++)
 		table[i / 3][i % 3] = (int64_t)i << 40;
-	bed_check(dut.be->weight_alloc(&dut, &w, &e) || dut.be->weight_fill(&dut, &w, 0, 0, 5, table, DT_I64, &e) ||
+	bed_check(dut.be->weight_alloc(&dut, &w, &e) || dut.be->weight_fill(&dut, &w, 0, 0, 5, table, DT_I64, NULL, &e) ||
 		  dut.be->weight_ready(&dut, &w, &e), &e);
 	dut.be->rows(&dut, out, &w, ids);
 	got = bed_bytes(&dut, out);
 	ok(!memcmp(got, table[4], 24) && !memcmp(got + 3, table[0], 24) && !memcmp(got + 6, table[4], 24), "%s", label("rows", "of integers"));
+	free(got);
+	bed_drop(&dut, ids);
+	bed_drop(&dut, out);
+	dut.be->weight_free(&dut, &w);
+}
+
+/* Several ids a token give their rows side by side, and integers take the type of the result. */
+static void test_rows_beside(void)
+{
+	int64_t table[4][2] = { { 0, 1 }, { 10, 11 }, { 20, 21 }, { 30, -31 } };
+	int32_t id[] = { 3, 1, 0, 2, 2, 3 }, want[] = { 30, -31, 10, 11, 0, 1, 20, 21, 20, 21, 30, -31 };
+	struct weight w = { .count = 1, .rows = 4, .cols = 2, .use = USE_RAW, .unit = WEIGHT_RAW, .stored = DT_I64 };
+	struct tensor ids = bed_ints(&dut, 2, 3, id), out = bed_tensor(&dut, DT_I32, 2, 6, 0, NULL);
+	struct err e = ERR_INIT;
+	int32_t *got;
+
+	bed_check(dut.be->weight_alloc(&dut, &w, &e) || dut.be->weight_fill(&dut, &w, 0, 0, 4, table, DT_I64, NULL, &e) ||
+		  dut.be->weight_ready(&dut, &w, &e), &e);
+	dut.be->rows(&dut, out, &w, ids);
+	got = bed_bytes(&dut, out);
+	ok(!memcmp(got, want, sizeof want), "%s", label("rows", "three ids a token, I64 to I32"));
 	free(got);
 	bed_drop(&dut, ids);
 	bed_drop(&dut, out);
@@ -554,6 +576,56 @@ static void test_weight_bytes(void)
 				one_weight_bytes(use, unit, use == USE_PRODUCT ? shapes[i][0] : 1, shapes[i][1], shapes[i][2]);
 }
 
+struct filler {
+	struct weight *w;
+	const float *values;
+	int first;
+	bool failed;
+};
+
+static void *fill_rows(void *p)
+{
+	struct filler *f = p;
+	struct err e = ERR_INIT;
+
+	for (int64_t row = f->first; row < f->w->rows; row += 4)
+		f->failed |= dut.be->weight_fill(&dut, f->w, 0, row, 1, f->values + row * f->w->cols, DT_F32, NULL, &e) != 0;
+	return NULL;
+}
+
+/* Four threads, each every fourth row. */
+static void test_fill_from_threads(void)
+{
+	float *v = bed_numbers(600 * 70), *x = bed_numbers(3 * 70);
+	struct weight w = { .count = 1, .rows = 600, .cols = 70, .use = USE_PRODUCT, .stored = DT_F32 }, rw;
+	struct both y = both_tensor(DT_F32, 3, 600, 0, NULL), in = both_tensor(DT_F32, 3, 70, 0, x);
+	struct filler f[4];
+	pthread_t thread[4];
+	bool failed = false;
+	struct err e = ERR_INIT;
+
+	bed_check(dut.be->weight_alloc(&dut, &w, &e), &e);
+	for (int i = 0; i < 4; i++) {
+		f[i] = (struct filler){ &w, v, i, false };
+		failed |= pthread_create(&thread[i], NULL, fill_rows, &f[i]) != 0;
+	}
+	for (int i = 0; i < 4; i++) {
+		pthread_join(thread[i], NULL);
+		failed |= f[i].failed;
+	}
+	bed_check(dut.be->weight_ready(&dut, &w, &e), &e);
+	bed_weight(&ref, &rw, USE_PRODUCT, WEIGHT_BULK, DT_F32, 1, 600, 70, v);
+	dut.be->matmul(&dut, y.dut, in.dut, &w, NULL, false);
+	ref.be->matmul(&ref, y.ref, in.ref, &rw, NULL, false);
+	ok(!failed, "%s", label("weight_fill", "from four threads"));
+	same(y.dut, y.ref, F32_BOUND, label("weight_fill", "from four threads, product"));
+	both_drop(in);
+	dut.be->weight_free(&dut, &w);
+	ref.be->weight_free(&ref, &rw);
+	free(v);
+	free(x);
+}
+
 static void test_refusals(void)
 {
 	float v[4] = { 0 };
@@ -563,9 +635,9 @@ static void test_refusals(void)
 	struct err e = ERR_INIT;
 
 	bed_check(dut.be->weight_alloc(&dut, &w, &e), &e);
-	ok(dut.be->weight_fill(&dut, &w, 0, 1, 2, v, DT_F32, &e) == -1, "%s", label("weight_fill", "refuses rows outside"));
+	ok(dut.be->weight_fill(&dut, &w, 0, 1, 2, v, DT_F32, NULL, &e) == -1, "%s", label("weight_fill", "refuses rows outside"));
 	e = (struct err)ERR_INIT;
-	ok(dut.be->weight_fill(&dut, &w, 0, 0, 2, v, DT_I32, &e) == -1 && e.code == EXIT_REFUSED, "%s", label("weight_fill", "refuses integers as numbers"));
+	ok(dut.be->weight_fill(&dut, &w, 0, 0, 2, v, DT_I32, NULL, &e) == -1 && e.code == EXIT_REFUSED, "%s", label("weight_fill", "refuses integers as numbers"));
 	dut.be->weight_free(&dut, &w);
 	bed_weight(&dut, &table, USE_TABLE, WEIGHT_BULK, DT_F32, 1, 2, 2, v);
 	ids = bed_ints(&dut, 3, 1, bad);
@@ -670,9 +742,11 @@ int main(int argc, char **argv)
 			bed_open(&ref, "ref", types[c], 1);
 			test_known();
 			test_raw_table();
+			test_rows_beside();
 			test_nan();
 			test_nan_further();
 			test_weight_bytes();
+			test_fill_from_threads();
 			test_refusals();
 			if (!itself)
 				test_products();

@@ -331,7 +331,7 @@ static int agree(struct session *s, struct err *e)
 	for (int i = 0; i < 2; i++) {
 		char hex[16] = "";
 
-		memcpy(hex, i ? s->stage.digest : s->plan.digest, 15);	/* 60 bits of the digest */
+		memcpy(hex, i ? s->stage.key : s->plan.digest, 15);	/* 60 bits of the digest */
 		most[i] = least[i] = strtoll(hex, NULL, 16);
 	}
 	if (s->comm.t->allreduce(&s->comm, most, 2, COMM_MAX, e) || s->comm.t->allreduce(&s->comm, least, 2, COMM_MIN, e))

@@ -95,7 +95,7 @@ bool cpu_own(struct device *d, size_t bytes);
 /* Weights (pack.c): products are packed, everything else is ref's. */
 int cpu_weight_alloc(struct device *d, struct weight *w, struct err *e);
 int cpu_weight_fill(struct device *d, struct weight *w, int64_t index, int64_t row0, int64_t n, const void *src,
-		    enum dtype from, struct err *e);
+		    enum dtype from, const void *scales, struct err *e);
 int cpu_weight_ready(struct device *d, struct weight *w, struct err *e);
 void cpu_weight_free(struct device *d, struct weight *w);
 

@@ -165,13 +165,13 @@ static int fill_panel(const struct weight *w, int64_t index, int64_t panel, int6
 }
 
 int cpu_weight_fill(struct device *d, struct weight *w, int64_t index, int64_t row0, int64_t n, const void *src,
-		    enum dtype from, struct err *e)
+		    enum dtype from, const void *scales, struct err *e)
 {
 	const struct packed *p = w->handle;
 	const char *s = src;
 
-	if (w->use != USE_PRODUCT)
-		return ref_weight_fill(d, w, index, row0, n, src, from, e);
+	if (w->use != USE_PRODUCT || scales)
+		return ref_weight_fill(d, w, index, row0, n, src, from, scales, e);
 	if (index < 0 || index >= w->count || row0 < 0 || n < 0 || n > w->rows - row0)
 		return err_fail(e, "rows %lld..%lld of matrix %lld are outside a weight of %lld x %lld rows", (long long)row0,
 				(long long)(row0 + n), (long long)index, (long long)w->count, (long long)w->rows);

@@ -104,7 +104,7 @@ void ref_upload(struct device *d, struct tensor out, const void *src);
 void ref_store(struct device *d, void *dst, enum dtype to, int64_t dst_ld, struct tensor x);
 int ref_weight_alloc(struct device *d, struct weight *w, struct err *e);
 int ref_weight_fill(struct device *d, struct weight *w, int64_t index, int64_t row0, int64_t n, const void *src,
-		    enum dtype from, struct err *e);
+		    enum dtype from, const void *scales, struct err *e);
 int ref_weight_ready(struct device *d, struct weight *w, struct err *e);
 void ref_weight_free(struct device *d, struct weight *w);
 void ref_rows(struct device *d, struct tensor out, const struct weight *table, struct tensor ids);

@@ -54,7 +54,7 @@ static void round_all(float *p, int64_t n, enum dtype d)
 }
 
 int ref_weight_fill(struct device *d, struct weight *w, int64_t index, int64_t row0, int64_t n, const void *src,
-		    enum dtype from, struct err *e)
+		    enum dtype from, const void *scales, struct err *e)
 {
 	struct ref_weight *h = w->handle;
 	char *dst;
@@ -62,6 +62,8 @@ int ref_weight_fill(struct device *d, struct weight *w, int64_t index, int64_t r
 	if (index < 0 || index >= w->count || row0 < 0 || n < 0 || n > w->rows - row0)
 		return err_fail(e, "rows %lld..%lld of matrix %lld are outside a weight of %lld x %lld rows", (long long)row0,
 				(long long)(row0 + n), (long long)index, (long long)w->count, (long long)w->rows);
+	if (scales)
+		return err_refuse(e, "packed weights are not supported by this backend: use a checkpoint in bf16 or fp32");
 	if (from != h->dtype && (!dtype_is_float(from) || !dtype_is_float(h->dtype)))
 		return err_refuse(e, "a weight stored as %s cannot become %s", dtype_name(from), dtype_name(h->dtype));
 	dst = h->data + (size_t)((index * w->rows + row0) * w->cols) * dtype_size(h->dtype);
