@@ -12,8 +12,8 @@ tokenizer_xxh3_128 is XXH3-128 over, for each tokenizer file (TOKENIZER_FILES) i
 size as 8 bytes little-endian, contents. The chat template is left to chat_template_sha256, which says NO_SHA256 where
 the tokenizer has several named templates: no manifest can hold a hash of those.
 """
-import array, ast, collections, contextlib, errno, fnmatch, getopt, hashlib, itertools, json, multiprocessing, os, re
-import signal, stat, struct, sys, tempfile, time, warnings
+import array, ast, collections, contextlib, errno, fnmatch, getopt, hashlib, itertools, json, os, re
+import multiprocessing, multiprocessing.connection, signal, stat, struct, sys, tempfile, time, warnings
 
 PROGRAM, VERSION = "dspark-tokenize", "@VERSION@"
 HELP = """\
@@ -156,12 +156,10 @@ def expand(text):
         return env(name.strip(), default.strip() if comma else None)
     text = re.sub(r"\$\{([^}]+)\}", braced, text)
     return re.sub(r"\$([A-Za-z_]\w*(?:\.\w+)*)", lambda m: env(m[1], None), text, flags=re.ASCII)
-
 def resolve(node):
     if isinstance(node, dict): return {key: resolve(value) for key, value in node.items()}
     if isinstance(node, list): return [resolve(value) for value in node]
     return literal(expand(node)) if isinstance(node, str) else node
-
 def nearest(key):
     import difflib
     found = difflib.get_close_matches(str(key), RECIPE_KEYS, 1)
@@ -198,7 +196,7 @@ def flag(v): return v in (False, True)
 def positive(v): return integer(v) and v >= 1
 def paths(v): return string(v) or isinstance(v, (list, tuple)) and v and all(map(string, v))
 class Settings:
-    """The keys of recipe_args that decide rows, checked. An empty value is an absent one; ... stands for none allowed."""
+    """The keys of recipe_args that decide rows, checked. An empty value is an absent one; ...: must be there."""
     KEYS = {"target_model_name_or_path": (..., string, "a string"), "train_data_path": (..., paths, "a path or paths"),
             "seq_length": (..., positive, "an integer of at least 1"), "shuffle_seed": (42, integer, "an integer"),
             "train_split": (None, string, "a string"), "chat_template": (None, lambda v: True, ""),
@@ -274,7 +272,6 @@ class Source:
                 count += 1
             count += skip
         raise Stop(1, f"there is no row {wanted}: the data has {count} rows, counted from 0")
-
 def is_parquet(path): return path.lower().endswith(".parquet")
 def is_hub_id(path):
     """owner/name that is no local path and does not look like a file of rows."""
@@ -327,7 +324,6 @@ def normalise(row):
     for i, tool in enumerate(tools if isinstance(tools, list) else ()): need_type(tool, dict, f"tools[{i}]")
     need(tools is None or isinstance(tools, list), "'tools' is not a list")
     return messages, tools or None
-
 def from_sharegpt(turn, at):
     need_type(turn, dict, at)
     role = turn["from"] if "from" in turn else turn.get("role")
@@ -350,7 +346,6 @@ def normalise_message(message, at):
         call = message.get("tool_call_id")
         need(isinstance(call, str) and call, f"{at} is a tool message without a 'tool_call_id'")
     return out
-
 def normalise_content(content, at):
     if isinstance(content, list):
         content = [part["text"] for part in content if isinstance(part, dict) and "text" in part]
@@ -375,8 +370,9 @@ def normalise_call(call, index, at):
 # ---------------------------------------------------------------------------------------------- tokenizer
 def load_tokenizer(settings):
     """The target's tokenizer with the effective chat template set and a pad token."""
-    for key, value in (("TOKENIZERS_PARALLELISM", "false"), ("TRANSFORMERS_VERBOSITY", "error")):
-        os.environ.setdefault(key, value)
+    os.environ.update(TOKENIZERS_PARALLELISM="false", TRANSFORMERS_VERBOSITY="error", HF_HUB_VERBOSITY="error",
+                      USE_TORCH="0")
+    sys.modules.setdefault("torch", None)         # where it is installed it would only cost seconds; see prepare
     with guard("the Python module 'transformers' cannot be loaded"):
         from transformers import AutoTokenizer, PreTrainedConfig
     target = settings.target_model_name_or_path
@@ -512,7 +508,7 @@ class Encoder:
     def clear_prompts(self, mask, messages, tools, every, full, shift, prefixes):
         """Clear what the template itself puts in front of an answer when it asks for one."""
         for k, message in enumerate(messages):
-            if message["role"] != "assistant" or k == 0: continue      # before the first message nothing can be rendered
+            if message["role"] != "assistant" or k == 0: continue   # nothing can be rendered before the first message
             base = prefixes[k] if k in prefixes else self.ids(messages[:k], tools, not full)
             n, longest = len(base), 0
             for mode in self.prompt_modes if base == every[:n] else ():
@@ -529,7 +525,6 @@ class Encoder:
                 end = len(every) - common_prefix(every[head:][::-1], other[head:][::-1])
                 self.unfound_reasoning += head >= end
                 fill(mask, head - shift, end - shift, 0)
-
 def fold_system(messages, text):
     """For templates without a system role: its text goes in front of the first user message."""
     out = [m for m in messages if m["role"] != "system"]
@@ -579,14 +574,24 @@ def encode_row(thunk):
         if not isinstance(e, Exception) and type(e).__name__ != "PanicException": raise
         raise RowError(f"{type(e).__name__}: {why(e)}")
 
-def worker_start(parent):
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+def worker(pipe, parent):
+    """The life of a worker process: batches in, results or a Stop out."""
+    for name in ("SIGTERM", "SIGHUP", "SIGINT"):  # the parent decides about what a terminal sends to all
+        signal.signal(getattr(signal, name), signal.SIG_IGN if name == "SIGINT" else signal.SIG_DFL)
     with contextlib.suppress(ImportError, OSError, AttributeError):
         import ctypes
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)        # PR_SET_PDEATHSIG: never outlive the parent
-    if os.getppid() != parent: os._exit(3)
+    with contextlib.suppress(EOFError, OSError):
+        while os.getppid() == parent:
+            batch = pipe.recv()
+            try: result = run_batch(batch)
+            except Exception as e: result = e if isinstance(e, Stop) else Stop(3, f"{type(e).__name__}: {why(e)}")
+            pipe.send(result)
+def start_worker():
+    ours, theirs = multiprocessing.Pipe()
+    multiprocessing.get_context("fork").Process(target=worker, args=(theirs, os.getpid()), daemon=True).start()
+    theirs.close()                                # so that a worker's death is an end of file here
+    return ours
 
 def results(jobs):
     """Yield (weight, result) of each batch in data set order, with a bounded number of batches on the way."""
@@ -595,21 +600,25 @@ def results(jobs):
     if jobs == 1 or len(head) < 2:
         for batch in itertools.chain(head, batches): yield batch[4], run_batch(batch)
         return
-    from concurrent.futures import ProcessPoolExecutor, process
-    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("fork"), worker_start, (os.getpid(),))
-    waiting = collections.deque()
-    try:
-        for batch in itertools.chain(head, batches, [None]):
-            with guard("cannot start a worker process"):
-                if batch: waiting.append((batch[4], pool.submit(run_batch, batch)))
-            while waiting and (batch is None or len(waiting) > 3 * jobs or waiting[0][1].done()):
-                yield waiting[0][0], waiting[0][1].result()
-                waiting.popleft()
-    except process.BrokenProcessPool:
-        raise Stop(3, "a worker process was killed (out of memory?); try again with fewer jobs (-j)")
-    finally:
-        for child in multiprocessing.active_children() if waiting else (): child.kill()     # leaving early
-        pool.shutdown(wait=True, cancel_futures=True)
+    with guard("cannot start a worker process"): idle = [start_worker() for _ in range(jobs)]
+    slots = collections.deque()                   # [weight, pipe of the worker that has it or None, result] in order
+    for batch in itertools.chain(head, batches, [None]):
+        while slots and (batch is None or not idle or len(slots) >= 4 * jobs or slots[0][1] is None):
+            ready = multiprocessing.connection.wait([slot[1] for slot in slots if slot[1]]) if slots[0][1] else ()
+            for slot in [slot for slot in slots if slot[1] in ready]:
+                slot[2] = receive(slot[1])
+                idle.append(slot[1])
+                slot[1] = None
+            if slots[0][1] is None: yield slots[0][0], slots.popleft()[2]
+        if batch:
+            slots.append([batch[4], idle.pop(), None])
+            with contextlib.suppress(OSError): slots[-1][1].send(batch)   # a dead worker shows when it is waited for
+def receive(pipe):
+    result = None
+    with contextlib.suppress(EOFError, OSError): result = pipe.recv()
+    if result is None: raise Stop(3, "a worker process was killed (out of memory?); try again with fewer jobs (-j)")
+    if isinstance(result, Stop): raise result
+    return result
 
 class Progress:
     """A bar on a terminal, else a line a minute, on stderr."""
@@ -667,7 +676,6 @@ def write_tokens(fd, metadata, offsets, ids, masks):
     text += b" " * (-len(text) % 8)
     for block in itertools.chain([struct.pack("<Q", len(text)) + text, offsets], blocks(ids), blocks(masks)):
         write_all(fd, block)
-
 def metadata_of(settings, tok):
     with guard("the chat template"): template = string(tok.chat_template) and tok.chat_template.encode("utf-8")
     sha256 = NO_SHA256 if template is False else hashlib.sha256(template).hexdigest()
@@ -750,6 +758,7 @@ def prepare(opt):
     settings = Settings(read_recipe(opt["config"], opt["set"], warn))
     tok = load_tokenizer(settings)
     encoder, data = Encoder(tok, settings), settings.train_data_path if opt["rows"] is None else opt["rows"]
+    if sys.modules["torch"] is None: del sys.modules["torch"]      # `datasets` believes what it finds there
     source = Source(data, settings.train_split, settings.shuffle_seed, opt["rows"] == "-")
     work = Work(source, encoder, opt["min-loss-tokens"])
     if "verbose" in opt:
