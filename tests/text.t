@@ -5,6 +5,10 @@
 . "${top_srcdir:?run it by make check}/tests/tap.sh"
 
 bundled=$top_srcdir/tests/data/golden
+if [ -n "${DSPARK_TEST_QUICK-}" ]; then
+	skip "text cases" "they run no C"
+	done_testing
+fi
 if ! need_python "text cases" transformers,jinja2,yaml,numpy,xxhash; then done_testing; fi
 if ! command -v dspark-tokenize >/dev/null; then
 	skip "text cases" "built without Python"
