@@ -5,7 +5,8 @@
  * Sources, what they need, and what decides whether they are built:
  *	backend.c comm.c comm_self.c ref/ *.c	-lm; always
  *	cpu/ *.c	HAVE_ONEDNN: -ldnnl, OPENMP_CFLAGS, -O3 -ffp-contract=off (a fused product in one loop and not in another
- *			would make a row's bits depend on its place)
+ *			would make a row's bits depend on its place) -fno-trapping-math -fno-math-errno (or no loop with a
+ *			comparison is vectorised; no value changes)
  *	comm_mpi.c	HAVE_MPI: the flags of mpicc
  */
 #ifndef DSPARK_KERNELS_H

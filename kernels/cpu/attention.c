@@ -136,15 +136,19 @@ static float probabilities(float *s, int64_t lo, int64_t hi, float scale, float 
 
 	for (int l = 0; l < LANES; l++)
 		lane[l] = old;
+	for (int64_t i = 0; i < BLOCK; i++)
+		s[i] *= scale;
+	for (int64_t i = 0; i < lo; i++)
+		s[i] = -INFINITY;
+	for (int64_t i = hi; i < BLOCK; i++)
+		s[i] = -INFINITY;
 	for (int64_t i = 0; i < BLOCK; i += LANES)
-		for (int l = 0; l < LANES; l++) {
-			s[i + l] *= scale;
-			lane[l] = i + l >= lo && i + l < hi && s[i + l] > lane[l] ? s[i + l] : lane[l];
-		}
+		for (int l = 0; l < LANES; l++)
+			lane[l] = s[i + l] > lane[l] ? s[i + l] : lane[l];
 	for (int l = 0; l < LANES; l++)
 		new = lane[l] > new ? lane[l] : new;
 	for (int64_t i = 0; i < BLOCK; i++)
-		s[i] = i >= lo && i < hi ? exp_or_zero(s[i] - new) : 0.0f;
+		s[i] = exp_or_zero(s[i] - new);
 	memset(lane, 0, sizeof lane);
 	for (int64_t i = 0; i < BLOCK; i += LANES)
 		for (int l = 0; l < LANES; l++)
