@@ -32,10 +32,15 @@ int backend_open(struct device *d, const char *name, const struct device_options
 		if (strcmp(table[i].name, name))
 			continue;
 		if (!table[i].backend)
-			return err_refuse(e, "backend '%s' is not in this build of dspark: build it with the library it needs, "
-					  "or plan for another device", name);
+			return err_refuse(e,
+					  "backend '%s' is not in this build of dspark: build it "
+					  "with the library it needs, "
+					  "or plan for another device",
+					  name);
 		if (o->compute != DT_F32 && o->compute != DT_BF16)
-			return err_refuse(e, "compute dtype '%s' is not supported, use fp32 or bf16", dtype_recipe_name(o->compute));
+			return err_refuse(e,
+					  "compute dtype '%s' is not supported, use fp32 or bf16",
+					  dtype_recipe_name(o->compute));
 		return table[i].backend->open(d, o, e);
 	}
 	return err_refuse(e, "backend '%s' is unknown, use ref, cpu or cuda", name);

@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Which transport a run uses: asked for by name, or found from what the launcher left in the environment. */
+/*
+ * Which transport a run uses: asked for by name, or found from what the launcher left in the
+ * environment.
+ */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
 #endif
@@ -24,7 +27,8 @@ int comm_mpi_open(struct comm *c, int *argc, char ***argv, struct err *e)
 	(void)c;
 	(void)argc;
 	(void)argv;
-	return err_refuse(e, "transport 'mpi' is not in this build of dspark: build it with --with-mpi, or start ranks with --rank");
+	return err_refuse(e, "transport 'mpi' is not in this build of dspark: build it with "
+			     "--with-mpi, or start ranks with --rank");
 }
 #endif
 
@@ -51,10 +55,13 @@ struct launcher {
 };
 
 static const struct launcher torchrun = { "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE" };
-static const struct launcher slurm = { "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", NULL };
+static const struct launcher slurm = { "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID",
+				       NULL };
 static const struct launcher mpi[] = {
-	{ "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE" },
-	{ "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE" },
+	{ "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+	  "OMPI_COMM_WORLD_LOCAL_SIZE" },
+	{ "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK",
+	  "MV2_COMM_WORLD_LOCAL_SIZE" },
 	{ "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS" },
 };
 
@@ -96,29 +103,36 @@ static int told_by(const struct launcher *l, struct comm *c, struct err *e)
 	if (!w || !r)
 		return 0;
 	if (world < 1 || rank >= world)
-		return err_refuse(e, "%s=%d and %s=%d do not name a rank of a world", l->rank, rank, l->world, world);
+		return err_refuse(e, "%s=%d and %s=%d do not name a rank of a world", l->rank, rank,
+				  l->world, world);
 	if (env_number(l->local_rank, &local_rank, e) < 0 ||
 	    (l->local_size && env_number(l->local_size, &local_size, e) < 0))
 		return -1;
 	if (!l->local_size)
 		local_size = slurm_local_size();
-	comm_told_open(c, rank, world, local_rank, local_size > local_rank ? local_size : local_rank + 1);
+	comm_told_open(c, rank, world, local_rank,
+		       local_size > local_rank ? local_size : local_rank + 1);
 	return 1;
 }
 
 /* Ranks without a transport serve targets that need none. */
-static int need_no_exchange(const struct comm *c, bool replicated, const char *started, struct err *e)
+static int need_no_exchange(const struct comm *c, bool replicated, const char *started,
+			    struct err *e)
 {
 	if (replicated || c->world == 1)
 		return 0;
-	return err_refuse(e, "ranks started by %s cannot exchange weights and tokens in this build of dspark: start them with mpirun%s",
+	return err_refuse(e,
+			  "ranks started by %s cannot exchange weights and tokens in this build of "
+			  "dspark: start them with mpirun%s",
 			  started, have_mpi ? "" : " and a build --with-mpi");
 }
 
 static bool mpi_launched(void)
 {
-	static const char *const names[] = { "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "PMI_RANK", "PMIX_RANK",
-					     "MPI_LOCALNRANKS" };
+	static const char *const names[] = {
+		"OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "PMI_RANK", "PMIX_RANK",
+		"MPI_LOCALNRANKS"
+	};
 	size_t i;
 
 	for (i = 0; i < sizeof names / sizeof names[0]; i++)
@@ -139,7 +153,8 @@ static int open_launched(struct comm *c, bool replicated, int *argc, char ***arg
 		if (r)
 			return r < 0 ? -1 : need_no_exchange(c, replicated, "an MPI launcher", e);
 	}
-	return err_refuse(e, "an MPI launcher started this process, but this build of dspark has no MPI: build it with --with-mpi, or give --rank");
+	return err_refuse(e, "an MPI launcher started this process, but this build of dspark has "
+			     "no MPI: build it with --with-mpi, or give --rank");
 }
 
 static int open_auto(struct comm *c, bool replicated, int *argc, char ***argv, struct err *e)
@@ -161,15 +176,19 @@ static int open_auto(struct comm *c, bool replicated, int *argc, char ***argv, s
 	return 0;
 }
 
-int comm_open(struct comm *c, const char *name, int rank, int world, bool replicated, int *argc, char ***argv,
-	      struct err *e)
+int comm_open(struct comm *c, const char *name, int rank, int world, bool replicated, int *argc,
+	      char ***argv, struct err *e)
 {
 	memset(c, 0, sizeof *c);
 	if (rank >= 0) {
 		if (strcmp(name, "auto") && strcmp(name, "self"))
-			return err_usage(e, "--rank names a rank without communication: it excludes --comm %s", name);
+			return err_usage(
+				e,
+				"--rank names a rank without communication: it excludes --comm %s",
+				name);
 		if (world && rank >= world)
-			return err_refuse(e, "--rank %d is outside the plan's world of %d", rank, world);
+			return err_refuse(e, "--rank %d is outside the plan's world of %d", rank,
+					  world);
 		comm_told_open(c, rank, world, 0, 1);
 		return need_no_exchange(c, replicated, "--rank", e);
 	}
@@ -178,7 +197,9 @@ int comm_open(struct comm *c, const char *name, int rank, int world, bool replic
 	if (!strcmp(name, "mpi"))
 		return comm_mpi_open(c, argc, argv, e);
 	if (!strcmp(name, "nccl"))
-		return err_refuse(e, "transport 'nccl' is not in this build of dspark, use auto, self or mpi");
+		return err_refuse(
+			e,
+			"transport 'nccl' is not in this build of dspark, use auto, self or mpi");
 	if (strcmp(name, "self"))
 		return err_usage(e, "transport '%s' is unknown, use auto, self, mpi or nccl", name);
 	comm_self_open(c);

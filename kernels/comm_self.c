@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * The transport without a wire: one process that is the whole world (collectives are copies), or one rank of a told world that has
- * nobody to talk to (collectives are refused unless the world is 1).
+ * The transport without a wire: one process that is the whole world (collectives are copies), or
+ * one rank of a told world that has nobody to talk to (collectives are refused unless the world is
+ * 1).
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
@@ -18,7 +19,8 @@ static int alone(const struct comm *c, struct err *e)
 {
 	if (c->world == 1)
 		return 0;
-	return err_refuse(e, "ranks of this run are not connected: start them with mpirun, or plan a target that needs no exchange");
+	return err_refuse(e, "ranks of this run are not connected: start them with mpirun, or plan "
+			     "a target that needs no exchange");
 }
 
 static void self_close(struct comm *c)
@@ -53,7 +55,8 @@ static int self_bcast(struct comm *c, void *buf, uint64_t bytes, int root, struc
 	return alone(c, e);
 }
 
-static int self_gather(struct comm *c, const void *buf, uint64_t bytes, int root, char **out, uint64_t *len, struct err *e)
+static int self_gather(struct comm *c, const void *buf, uint64_t bytes, int root, char **out,
+		       uint64_t *len, struct err *e)
 {
 	(void)root;
 	if (alone(c, e))
@@ -76,14 +79,15 @@ static int self_allgather(struct comm *c, void *out, const void *in, uint64_t by
 	return 0;
 }
 
-static int self_allgather_start(struct comm *c, struct comm_request *r, void *out, const void *in, uint64_t bytes,
-				struct err *e)
+static int self_allgather_start(struct comm *c, struct comm_request *r, void *out, const void *in,
+				uint64_t bytes, struct err *e)
 {
 	r->state = NULL;
 	return self_allgather(c, out, in, bytes, e);
 }
 
-static int self_allgather_end(struct comm *c, struct comm_request *r, bool wait, bool *done, struct err *e)
+static int self_allgather_end(struct comm *c, struct comm_request *r, bool wait, bool *done,
+			      struct err *e)
 {
 	(void)r;
 	(void)wait;
@@ -91,14 +95,14 @@ static int self_allgather_end(struct comm *c, struct comm_request *r, bool wait,
 	return alone(c, e);
 }
 
-static int self_alltoallv(struct comm *c, void *out, const int64_t *out_rows, const void *in, const int64_t *in_rows,
-			  uint64_t row, struct err *e)
+static int self_alltoallv(struct comm *c, void *out, const int64_t *out_rows, const void *in,
+			  const int64_t *in_rows, uint64_t row, struct err *e)
 {
 	if (alone(c, e))
 		return -1;
 	if (out_rows[0] != in_rows[0])
-		return err_fail(e, "rank 0 expects %lld rows from itself but sends %lld", (long long)out_rows[0],
-				(long long)in_rows[0]);
+		return err_fail(e, "rank 0 expects %lld rows from itself but sends %lld",
+				(long long)out_rows[0], (long long)in_rows[0]);
 	if (in_rows[0] && row)
 		memcpy(out, in, (uint64_t)in_rows[0] * row);
 	return 0;
@@ -114,11 +118,11 @@ static int self_split(struct comm *c, struct comm *out, int colour, int key, str
 	return 0;
 }
 
-#define VERBS \
-	.name = "self", .close = self_close, .abort = self_abort, .barrier = self_barrier, .allreduce = self_allreduce, \
-	.bcast = self_bcast, .gather = self_gather, .allgather = self_allgather, \
-	.allgather_start = self_allgather_start, .allgather_end = self_allgather_end, \
-	.alltoallv = self_alltoallv, .split = self_split
+#define VERBS                                                                              \
+	.name = "self", .close = self_close, .abort = self_abort, .barrier = self_barrier, \
+	.allreduce = self_allreduce, .bcast = self_bcast, .gather = self_gather,           \
+	.allgather = self_allgather, .allgather_start = self_allgather_start,              \
+	.allgather_end = self_allgather_end, .alltoallv = self_alltoallv, .split = self_split
 
 static const struct transport self = { .collective = true, VERBS };
 static const struct transport told = { .collective = false, VERBS };

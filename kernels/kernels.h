@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * kernels: the two tables of this folder, opened by name. Only dspark-forward and the tests link them.
+ * kernels: the two tables of this folder, opened by name. Only dspark-forward and the tests link
+ * them.
  *
  * Sources, what they need, and what decides whether they are built:
  *	backend.c comm.c comm_self.c ref/ *.c	-lm; always
@@ -24,15 +25,20 @@ int backend_open(struct device *d, const char *name, const struct device_options
 const char *const *backend_names(void);
 
 /*
- * Opens the ranks of this run. `name` is auto, self, mpi or nccl; `rank` the one told by --rank, else -1; `world` the plan's, 0 = not known yet.
- * With a told rank and world 0 the caller sets c->world once it has read the plan. `auto` takes the first that applies: --rank; torchrun
- * (RANK, WORLD_SIZE, LOCAL_RANK); an MPI launcher; a Slurm step of several tasks; else one process. Where no transport connects the ranks,
- * c->t->collective is false: enough for `replicated` targets, refused for others. argc and argv as main got them, or NULL.
+ * Opens the ranks of this run. `name` is auto, self, mpi or nccl; `rank` the one told by --rank,
+ * else -1; `world` the plan's, 0 = not known yet. With a told rank and world 0 the caller sets
+ * c->world once it has read the plan. `auto` takes the first that applies: --rank; torchrun (RANK,
+ * WORLD_SIZE, LOCAL_RANK); an MPI launcher; a Slurm step of several tasks; else one process. Where
+ * no transport connects the ranks, c->t->collective is false: enough for `replicated` targets,
+ * refused for others. argc and argv as main got them, or NULL.
  */
-int comm_open(struct comm *c, const char *name, int rank, int world, bool replicated, int *argc, char ***argv,
-	      struct err *e);
+int comm_open(struct comm *c, const char *name, int rank, int world, bool replicated, int *argc,
+	      char ***argv, struct err *e);
 
-/* Transports as comm_open's helpers. `told`: this process is rank `rank` of `world`, with nobody to talk to. */
+/*
+ * Transports as comm_open's helpers. `told`: this process is rank `rank` of `world`, with nobody to
+ * talk to.
+ */
 void comm_self_open(struct comm *c);
 void comm_told_open(struct comm *c, int rank, int world, int local_rank, int local_size);
 int comm_mpi_open(struct comm *c, int *argc, char ***argv, struct err *e);

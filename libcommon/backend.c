@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* How much device memory a weight takes, known without a device: the promise that every backend's layout keeps. */
+/*
+ * How much device memory a weight takes, known without a device: the promise that every backend's
+ * layout keeps.
+ */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
 #endif
@@ -7,8 +10,8 @@
 #include "backend.h"
 
 /*
- * Packed products may pad both sizes to whole blocks; a handle with what an allocator rounds up, and for each panel of at least 64 rows a
- * record, come on top.
+ * Packed products may pad both sizes to whole blocks; a handle with what an allocator rounds up,
+ * and for each panel of at least 64 rows a record, come on top.
  */
 #define BLOCK 64
 #define HANDLE 8192
@@ -25,8 +28,11 @@ uint64_t weight_bytes(const struct weight *w, enum dtype compute)
 
 	switch (w->use) {
 	case USE_PRODUCT:
-		return HANDLE + count * blocks(w->rows) *
-		       (RECORD + BLOCK * blocks(w->cols) * BLOCK * dtype_size(w->unit == WEIGHT_FP32 ? DT_F32 : compute));
+		return HANDLE +
+		       count * blocks(w->rows) *
+			       (RECORD +
+				BLOCK * blocks(w->cols) * BLOCK *
+					dtype_size(w->unit == WEIGHT_FP32 ? DT_F32 : compute));
 	case USE_VECTOR:
 		return HANDLE + plain * sizeof(float);
 	case USE_TABLE:
@@ -36,30 +42,35 @@ uint64_t weight_bytes(const struct weight *w, enum dtype compute)
 	return HANDLE + plain * dtype_size(w->stored);
 }
 
-/* ---- the device that only measures -------------------------------------------------------------------------------------- */
+/* ---- the device that only measures ----------------------------------------------------------- */
 
-static void no_rows(struct device *d, struct tensor out, const struct weight *table, struct tensor ids)
+static void no_rows(struct device *d, struct tensor out, const struct weight *table,
+		    struct tensor ids)
 {
 	(void)d, (void)out, (void)table, (void)ids;
 }
 
-static void no_matmul(struct device *d, struct tensor out, struct tensor x, const struct weight *w, const struct weight *bias, bool add)
+static void no_matmul(struct device *d, struct tensor out, struct tensor x, const struct weight *w,
+		      const struct weight *bias, bool add)
 {
 	(void)d, (void)out, (void)x, (void)w, (void)bias, (void)add;
 }
 
-static void no_norm(struct device *d, struct tensor out, struct tensor x, const struct weight *w, float eps, int64_t width)
+static void no_norm(struct device *d, struct tensor out, struct tensor x, const struct weight *w,
+		    float eps, int64_t width)
 {
 	(void)d, (void)out, (void)x, (void)w, (void)eps, (void)width;
 }
 
-static void no_rope(struct device *d, struct tensor x, int heads, const struct rope *r, struct tensor pos)
+static void no_rope(struct device *d, struct tensor x, int heads, const struct rope *r,
+		    struct tensor pos)
 {
 	(void)d, (void)x, (void)heads, (void)r, (void)pos;
 }
 
-static void no_attention(struct device *d, struct tensor out, struct tensor q, struct tensor k, struct tensor v,
-			 const struct attention *a, const struct piece *pieces, int n)
+static void no_attention(struct device *d, struct tensor out, struct tensor q, struct tensor k,
+			 struct tensor v, const struct attention *a, const struct piece *pieces,
+			 int n)
 {
 	(void)d, (void)out, (void)q, (void)k, (void)v, (void)a, (void)pieces, (void)n;
 }
@@ -74,13 +85,14 @@ static void no_add(struct device *d, struct tensor x, struct tensor y)
 	(void)d, (void)x, (void)y;
 }
 
-static void no_route(struct device *d, struct tensor ids, struct tensor weights, struct tensor logits, const struct router *r)
+static void no_route(struct device *d, struct tensor ids, struct tensor weights,
+		     struct tensor logits, const struct router *r)
 {
 	(void)d, (void)ids, (void)weights, (void)logits, (void)r;
 }
 
-static void no_experts(struct device *d, struct tensor sum, struct tensor x, struct tensor ids, struct tensor weights,
-		       const struct experts *ex, bool add)
+static void no_experts(struct device *d, struct tensor sum, struct tensor x, struct tensor ids,
+		       struct tensor weights, const struct experts *ex, bool add)
 {
 	(void)d, (void)sum, (void)x, (void)ids, (void)weights, (void)ex, (void)add;
 }

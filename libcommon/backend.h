@@ -1,17 +1,21 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * backend: what a device can do, as verbs on tensors. Interface only; kernels/ holds the implementations:
- * ref/ defines what each verb means, cpu/ and cuda/ replace verbs by faster ones that agree with it.
+ * backend: what a device can do, as verbs on tensors. Interface only; kernels/ holds the
+ * implementations: ref/ defines what each verb means, cpu/ and cuda/ replace verbs by faster ones
+ * that agree with it.
  *
- * Vocabulary: T tokens of a chunk, H hidden, N out features, K in features, D width of a head, E experts, k slots per token.
+ * Vocabulary: T tokens of a chunk, H hidden, N out features, K in features, D width of a head, E
+ * experts, k slots per token.
  *
- * Verbs return nothing and may run later: the first failure is kept in device.err, makes every later verb of the device a
- * no-op as far as results go, and is reported by sync. Models call nothing but verbs and never look into tensor memory. Arguments by
- * pointer are read before a verb returns. Memory of a verb's own that grows with T is an argument, taken from scratch.
+ * Verbs return nothing and may run later: the first failure is kept in device.err, makes every
+ * later verb of the device a no-op as far as results go, and is reported by sync. Models call
+ * nothing but verbs and never look into tensor memory. Arguments by pointer are read before a verb
+ * returns. Memory of a verb's own that grows with T is an argument, taken from scratch.
  *
- * Number rules. Products multiply operands of the compute dtype and accumulate in F32. Everything else computes in F32 whatever its operands are stored as
- * and rounds once when it stores. Products run in fixed tiles, so the result of a row of x does not depend on the other rows of the chunk, on its
- * place, or on the number of threads (DESIGN section 6).
+ * Number rules. Products multiply operands of the compute dtype and accumulate in F32. Everything
+ * else computes in F32 whatever its operands are stored as and rounds once when it stores. Products
+ * run in fixed tiles, so the result of a row of x does not depend on the other rows of the chunk,
+ * on its place, or on the number of threads (DESIGN section 6).
  */
 #ifndef DSPARK_BACKEND_H
 #define DSPARK_BACKEND_H
@@ -25,7 +29,10 @@
 
 struct device;
 
-/* A view of device memory: [rows, cols], row-major, `ld` elements from one row to the next. Passed by value; owns nothing. */
+/*
+ * A view of device memory: [rows, cols], row-major, `ld` elements from one row to the next. Passed
+ * by value; owns nothing.
+ */
 struct tensor {
 	void *p;
 	enum dtype dtype;
@@ -49,7 +56,8 @@ static inline struct tensor tensor_rows(struct tensor t, int64_t first, int64_t 
 /* How a weight is used, which decides its layout in device memory. */
 enum weight_use {
 	USE_PRODUCT,	/* operand of matmul or experts: packed by the backend */
-	USE_VECTOR,	/* norm weights, biases, sinks, rope frequencies, small matrices: plain F32 */
+	/* norm weights, biases, sinks, rope frequencies, small matrices: plain F32 */
+	USE_VECTOR,
 	USE_TABLE,	/* read by row id through `rows`: kept in the file's dtype */
 	USE_RAW,	/* integers read by row id (hash routing): kept as they are */
 };
@@ -57,19 +65,29 @@ enum weight_use {
 /* In which dtype a weight takes part (DESIGN section 4). */
 enum weight_unit { WEIGHT_BULK /* compute dtype */, WEIGHT_FP32, WEIGHT_RAW /* integers */ };
 
-/* Packed storage: codes in blocks of block_rows x block_cols that share a scale (blocks are indexed by global row and column). */
+/*
+ * Packed storage: codes in blocks of block_rows x block_cols that share a scale (blocks are indexed
+ * by global row and column).
+ */
 struct quant {
 	enum { CODE_F8_E4M3, CODE_MXFP4, CODE_INT4 } code;
 	int block_rows, block_cols;
-	enum dtype scale;		/* DT_F32, DT_BF16, DT_F8_E8M0 (value 2^(byte-127)), DT_U8 (the same bytes under another tag) */
-	const char *codes_suffix;	/* replaces ".weight" in the name of the codes, NULL = the name itself */
-	const char *scale_suffix;	/* replaces ".weight" in the name of the scales: ".weight_scale_inv", ".scale" */
+	/*
+	 * DT_F32, DT_BF16, DT_F8_E8M0 (value 2^(byte-127)), DT_U8 (the same bytes under another
+	 * tag)
+	 */
+	enum dtype scale;
+	/* replaces ".weight" in the name of the codes, NULL = the name itself */
+	const char *codes_suffix;
+	/* replaces ".weight" in the name of the scales: ".weight_scale_inv", ".scale" */
+	const char *scale_suffix;
 	bool zero_scale_is_zero;	/* scale byte 0 means 0, not 2^-127 */
 };
 
 /*
- * A weight as the model sees it: [count, rows, cols], out features first; a vector is [1, n, 1]. `count` > 1 are the experts held.
- * The fields up to `quant` are set by binding, `handle` belongs to the backend: NULL while the weight is not in device memory.
+ * A weight as the model sees it: [count, rows, cols], out features first; a vector is [1, n, 1].
+ * `count` > 1 are the experts held. The fields up to `quant` are set by binding, `handle` belongs
+ * to the backend: NULL while the weight is not in device memory.
  */
 struct weight {
 	int64_t count, rows, cols;
@@ -81,9 +99,10 @@ struct weight {
 };
 
 /*
- * Where rows of the data set lie in a chunk. q tokens [begin, begin+count) of the chunk are positions first.. of a row of `length` real
- * tokens; the keys it may see are tokens [kv_begin, kv_begin+kv_count) of the k and v tensors, positions 0... Whole rows have begin = kv_begin,
- * count = kv_count = length, first = 0.
+ * Where rows of the data set lie in a chunk. q tokens [begin, begin+count) of the chunk are
+ * positions first.. of a row of `length` real tokens; the keys it may see are tokens [kv_begin,
+ * kv_begin+kv_count) of the k and v tensors, positions 0... Whole rows have begin = kv_begin, count
+ * = kv_count = length, first = 0.
  */
 struct piece {
 	int64_t begin, count, first, length;
@@ -94,8 +113,10 @@ struct attention {
 	int heads, kv_heads;		/* query head n uses kv head n / (heads / kv_heads) */
 	int width, value_width;		/* per head: of q and k, of v and the output */
 	float scale;			/* multiplies q.k */
-	int64_t window;			/* key j is visible to query i when j <= i and i - j < window; 0 = no window */
-	const struct weight *sink;	/* [heads] F32 logits that only enter the denominator; NULL = none */
+	/* key j is visible to query i when j <= i and i - j < window; 0 = no window */
+	int64_t window;
+	/* [heads] F32 logits that only enter the denominator; NULL = none */
+	const struct weight *sink;
 };
 
 enum rope_layout { ROPE_HALF /* pairs (j, j + width/2) */, ROPE_PAIR /* pairs (2j, 2j + 1) */ };
@@ -112,7 +133,8 @@ enum act_kind {
 	ACT_SILU,		/* g * sigmoid(g) * u */
 	ACT_SILU_CLAMP,		/* silu(min(g, limit)) * clamp(u, -limit, limit) */
 	ACT_GELU_TANH,		/* gelu_tanh(g) * u */
-	ACT_SITU,		/* beta tanh(g/beta) sigmoid(g) * (linear tanh(u/linear), or u where linear = 0) */
+	/* beta tanh(g/beta) sigmoid(g) * (linear tanh(u/linear), or u where linear = 0) */
+	ACT_SITU,
 };
 
 struct act {
@@ -123,9 +145,11 @@ struct act {
 enum router_score { SCORE_SOFTMAX, SCORE_SIGMOID, SCORE_SQRT_SOFTPLUS };
 
 /*
- * Choice of k experts a token. s = score(logits) in F32; c = s + bias; with groups > 1 the experts fall into equal runs, a group's score is the sum of its
- * two best c, and the c of all but the `groups_kept` best groups become `dropped` (0 or -inf). The k largest c are taken, ties to the lowest id; weight = s (or c
- * with weigh_choice) of each; `renormalise`: divided by (their sum + 1e-20); times `scale`.
+ * Choice of k experts a token. s = score(logits) in F32; c = s + bias; with groups > 1 the experts
+ * fall into equal runs, a group's score is the sum of its two best c, and the c of all but the
+ * `groups_kept` best groups become `dropped` (0 or -inf). The k largest c are taken, ties to the
+ * lowest id; weight = s (or c with weigh_choice) of each; `renormalise`: divided by (their sum +
+ * 1e-20); times `scale`.
  */
 struct router {
 	int experts, k;
@@ -139,10 +163,10 @@ struct router {
 
 /* The routed experts of a layer. gate_up is [E, 2I, Hin], gate rows first; down is [E, Hout, I]. */
 struct experts {
-	int64_t first, count;		/* experts held here: [first, first + count) of the layer's */
+	int64_t first, count;	/* experts held here: [first, first + count) of the layer's */
 	const struct weight *gate_up, *down;
 	struct act act;
-	bool weight_after_down;		/* else the slot's weight multiplies the activation, before down */
+	bool weight_after_down;	/* else the slot's weight multiplies the activation, before down */
 };
 
 struct device_options {
@@ -165,46 +189,68 @@ struct backend {
 	void *(*alloc)(struct device *d, size_t bytes, struct err *e);
 	void (*free)(struct device *d, void *p);
 
-	/* Host [rows, cols] of out.dtype, packed, to the device; the source may be reused on return. */
+	/*
+	 * Host [rows, cols] of out.dtype, packed, to the device; the source may be reused on
+	 * return.
+	 */
 	void (*upload)(struct device *d, struct tensor out, const void *src);
 
-	/* x to host memory as `to` (F32, BF16, F16, or x's own dtype), dst_ld elements a row; complete after sync. */
+	/*
+	 * x to host memory as `to` (F32, BF16, F16, or x's own dtype), dst_ld elements a row;
+	 * complete after sync.
+	 */
 	void (*store)(struct device *d, void *dst, enum dtype to, int64_t dst_ld, struct tensor x);
 
 	/*
-	 * Weights. alloc makes room for `w` as described; fill puts rows [row0, row0+n) of matrix `index`, in any order, each row
-	 * once; calls for different rows may run on different threads; ready ends the filling. free is legal on a weight without
-	 * handle. `src` holds n rows as stored: n*cols host elements of dtype `from`, converted to what the weight needs, or their
-	 * codes where w->quant is set. `scales` [n, ceil(cols / block_cols)] of quant->scale, one row for each weight row
-	 * (block rows are repeated by the caller), NULL for plain weights.
+	 * Weights. alloc makes room for `w` as described; fill puts rows [row0, row0+n) of matrix
+	 * `index`, in any order, each row once; calls for different rows may run on different
+	 * threads; ready ends the filling. free is legal on a weight without handle. `src` holds n
+	 * rows as stored: n*cols host elements of dtype `from`, converted to what the weight needs,
+	 * or their codes where w->quant is set. `scales` [n, ceil(cols / block_cols)] of
+	 * quant->scale, one row for each weight row (block rows are repeated by the caller), NULL
+	 * for plain weights.
 	 */
 	int (*weight_alloc)(struct device *d, struct weight *w, struct err *e);
-	int (*weight_fill)(struct device *d, struct weight *w, int64_t index, int64_t row0, int64_t n, const void *src,
-			   enum dtype from, const void *scales, struct err *e);
+	int (*weight_fill)(struct device *d, struct weight *w, int64_t index, int64_t row0,
+			   int64_t n, const void *src, enum dtype from, const void *scales,
+			   struct err *e);
 	int (*weight_ready)(struct device *d, struct weight *w, struct err *e);
 	void (*weight_free)(struct device *d, struct weight *w);
 
 	/*
-	 * out[T, n*cols]: rows ids[t,0] .. ids[t,n-1] of the table side by side; ids i32 [T,n]. Numbers are rounded to the compute
-	 * dtype when the table is BULK; integers become out's integer dtype.
+	 * out[T, n*cols]: rows ids[t,0] .. ids[t,n-1] of the table side by side; ids i32 [T,n].
+	 * Numbers are rounded to the compute dtype when the table is BULK; integers become out's
+	 * integer dtype.
 	 */
-	void (*rows)(struct device *d, struct tensor out, const struct weight *table, struct tensor ids);
+	void (*rows)(struct device *d, struct tensor out, const struct weight *table,
+		     struct tensor ids);
 
-	/* out[T,N] = x[T,K] w^T (+ bias[N] F32), or out += with `add`. x is rounded to the operand dtype (compute dtype; F32 for FP32 weights) first. */
-	void (*matmul)(struct device *d, struct tensor out, struct tensor x, const struct weight *w, const struct weight *bias,
-		       bool add);
+	/*
+	 * out[T,N] = x[T,K] w^T (+ bias[N] F32), or out += with `add`. x is rounded to the operand
+	 * dtype (compute dtype; F32 for FP32 weights) first.
+	 */
+	void (*matmul)(struct device *d, struct tensor out, struct tensor x, const struct weight *w,
+		       const struct weight *bias, bool add);
 
-	/* out = x / sqrt(mean(x^2) + eps) * w over each run of `width` columns (cols / width runs, one weight [width] for all;
-	 * w NULL = no weight). out may be x. */
-	void (*norm)(struct device *d, struct tensor out, struct tensor x, const struct weight *w, float eps, int64_t width);
+	/*
+	 * out = x / sqrt(mean(x^2) + eps) * w over each run of `width` columns (cols / width runs,
+	 * one weight [width] for all; w NULL = no weight). out may be x.
+	 */
+	void (*norm)(struct device *d, struct tensor out, struct tensor x, const struct weight *w,
+		     float eps, int64_t width);
 
 	/* Rotates x [T, heads*width of a head] in place; pos i32 [T,1]. */
-	void (*rope)(struct device *d, struct tensor x, int heads, const struct rope *r, struct tensor pos);
+	void (*rope)(struct device *d, struct tensor x, int heads, const struct rope *r,
+		     struct tensor pos);
 
-	/* out[T, heads*value_width] from q[T, heads*width], k[*, kv_heads*width], v[*, kv_heads*value_width]. Never materialises [S,S];
-	 * key blocks count from position 0 of the row. A query without visible key gives 0. `pieces` is host memory. */
-	void (*attention)(struct device *d, struct tensor out, struct tensor q, struct tensor k, struct tensor v,
-			  const struct attention *a, const struct piece *pieces, int n);
+	/*
+	 * out[T, heads*value_width] from q[T, heads*width], k[*, kv_heads*width], v[*,
+	 * kv_heads*value_width]. Never materialises [S,S]; key blocks count from position 0 of the
+	 * row. A query without visible key gives 0. `pieces` is host memory.
+	 */
+	void (*attention)(struct device *d, struct tensor out, struct tensor q, struct tensor k,
+			  struct tensor v, const struct attention *a, const struct piece *pieces,
+			  int n);
 
 	/* out[T,I] = act(x[:, 0..I), x[:, I..2I)). */
 	void (*gate)(struct device *d, struct tensor out, struct tensor x, const struct act *a);
@@ -212,13 +258,19 @@ struct backend {
 	/* x += y. */
 	void (*add)(struct device *d, struct tensor x, struct tensor y);
 
-	/* ids i32 [T,k] in ascending order of expert id, weights F32 [T,k], from logits F32 [T,E]. */
-	void (*route)(struct device *d, struct tensor ids, struct tensor weights, struct tensor logits, const struct router *r);
+	/*
+	 * ids i32 [T,k] in ascending order of expert id, weights F32 [T,k], from logits F32 [T,E].
+	 */
+	void (*route)(struct device *d, struct tensor ids, struct tensor weights,
+		      struct tensor logits, const struct router *r);
 
-	/* sum F32 [T,Hout] = (or += with `add`) over the slots whose expert is held here, in slot order, of the weighted expert outputs
-	 * on x[T,Hin]. Slots of other experts add nothing. The output of down is kept in F32. */
-	void (*experts)(struct device *d, struct tensor sum, struct tensor x, struct tensor ids, struct tensor weights,
-			const struct experts *ex, bool add);
+	/*
+	 * sum F32 [T,Hout] = (or += with `add`) over the slots whose expert is held here, in slot
+	 * order, of the weighted expert outputs on x[T,Hin]. Slots of other experts add nothing.
+	 * The output of down is kept in F32.
+	 */
+	void (*experts)(struct device *d, struct tensor sum, struct tensor x, struct tensor ids,
+			struct tensor weights, const struct experts *ex, bool add);
 };
 
 struct device {
@@ -229,10 +281,16 @@ struct device {
 	struct err err;			/* the first failure of a verb */
 };
 
-/* Bytes that `w` takes in device memory under a compute dtype, packing included: an upper bound that every backend keeps. */
+/*
+ * Bytes that `w` takes in device memory under a compute dtype, packing included: an upper bound
+ * that every backend keeps.
+ */
 uint64_t weight_bytes(const struct weight *w, enum dtype compute);
 
-/* The device whose verbs do nothing, for measuring what a model's own code takes from scratch. A new verb is added here too. */
+/*
+ * The device whose verbs do nothing, for measuring what a model's own code takes from scratch. A
+ * new verb is added here too.
+ */
 extern const struct backend backend_measure;
 
 #endif

@@ -16,9 +16,11 @@ void block_gqa(struct chunk *c, struct tensor x, struct tensor h, const struct g
 	const struct attention *a = &g->attention;
 	int64_t D = a->width, nq = a->heads * D, nk = a->kv_heads * D;
 	uint64_t mark = scratch_mark(c);
-	struct tensor qkv = scratch(c, c->dev->compute, c->tokens, nq + 2 * nk);	/* [T, q | k | v] */
+	/* [T, q | k | v] */
+	struct tensor qkv = scratch(c, c->dev->compute, c->tokens, nq + 2 * nk);
 	struct tensor out = scratch(c, c->dev->compute, c->tokens, nq);
-	struct tensor q = tensor_cols(qkv, 0, nq), k = tensor_cols(qkv, nq, nk), v = tensor_cols(qkv, nq + nk, nk);
+	struct tensor q = tensor_cols(qkv, 0, nq), k = tensor_cols(qkv, nq, nk),
+		      v = tensor_cols(qkv, nq + nk, nk);
 
 	be->matmul(c->dev, qkv, h, g->qkv, g->qkv_bias, false);
 	if (g->q_norm)
@@ -34,13 +36,13 @@ void block_gqa(struct chunk *c, struct tensor x, struct tensor h, const struct g
 	scratch_release(c, mark);
 }
 
-void block_mlp(struct chunk *c, struct tensor x, struct tensor h, const struct weight *gate_up, const struct weight *down,
-	       const struct act *act)
+void block_mlp(struct chunk *c, struct tensor x, struct tensor h, const struct weight *gate_up,
+	       const struct weight *down, const struct act *act)
 {
 	const struct backend *be = c->dev->be;
 	uint64_t mark = scratch_mark(c);
 	int64_t most = c->tokens < TOKEN_TILE ? c->tokens : TOKEN_TILE;
-	struct tensor gu = scratch(c, c->dev->compute, most, gate_up->rows);		/* [t, gate | up] */
+	struct tensor gu = scratch(c, c->dev->compute, most, gate_up->rows);	/* [t, gate | up] */
 	struct tensor a = scratch(c, c->dev->compute, most, gate_up->rows / 2);
 
 	for (int64_t t = 0; t < c->tokens; t += TOKEN_TILE) {
@@ -54,7 +56,8 @@ void block_mlp(struct chunk *c, struct tensor x, struct tensor h, const struct w
 	scratch_release(c, mark);
 }
 
-void block_route(struct chunk *c, struct tensor h, const struct weight *router, const struct router *r)
+void block_route(struct chunk *c, struct tensor h, const struct weight *router,
+		 const struct router *r)
 {
 	const struct backend *be = c->dev->be;
 	uint64_t mark = scratch_mark(c);
@@ -65,7 +68,7 @@ void block_route(struct chunk *c, struct tensor h, const struct weight *router, 
 	scratch_release(c, mark);
 }
 
-/* ---- RoPE frequencies ------------------------------------------------------------------------------------------------ */
+/* ---- RoPE frequencies ------------------------------------------------------------------------ */
 
 /* 1 / theta^(2j/width) in F32, like the reference: the exponent and the power round to F32. */
 static float base_frequency(int j, int width, double theta)
@@ -112,7 +115,10 @@ static double mscale(double factor, double m)
 	return factor <= 1 ? 1 : 0.1 * m * log(factor) + 1;
 }
 
-/* The multiplier on cos and sin: attention_factor, or what mscale and mscale_all_dim give, or 0.1 ln(factor) + 1. */
+/*
+ * The multiplier on cos and sin: attention_factor, or what mscale and mscale_all_dim give, or 0.1
+ * ln(factor) + 1.
+ */
 static int yarn_scale(const json_t *p, double factor, float *scale, struct err *e)
 {
 	double given, m, all;
@@ -130,14 +136,17 @@ static int yarn_scale(const json_t *p, double factor, float *scale, struct err *
 	return 0;
 }
 
-static int yarn(float *freq, int width, double theta, const json_t *p, double max_positions, float *scale, struct err *e)
+static int yarn(float *freq, int width, double theta, const json_t *p, double max_positions,
+		float *scale, struct err *e)
 {
 	double factor, fast, slow, orig, lo, hi;
 	bool truncate;
 
-	if (positive(p, "original_max_position_embeddings", max_positions, &orig, e) || positive(p, "beta_fast", 32, &fast, e) ||
-	    positive(p, "beta_slow", 1, &slow, e) || json_bool_or(p, "the rope parameters", "truncate", true, &truncate, e) ||
-	    positive(p, "factor", max_positions / orig, &factor, e) || yarn_scale(p, factor, scale, e))
+	if (positive(p, "original_max_position_embeddings", max_positions, &orig, e) ||
+	    positive(p, "beta_fast", 32, &fast, e) || positive(p, "beta_slow", 1, &slow, e) ||
+	    json_bool_or(p, "the rope parameters", "truncate", true, &truncate, e) ||
+	    positive(p, "factor", max_positions / orig, &factor, e) ||
+	    yarn_scale(p, factor, scale, e))
 		return -1;
 	lo = width * log(orig / (fast * 2 * M_PI)) / (2 * log(theta));
 	hi = width * log(orig / (slow * 2 * M_PI)) / (2 * log(theta));
@@ -157,9 +166,11 @@ static int yarn(float *freq, int width, double theta, const json_t *p, double ma
 	return 0;
 }
 
-/* LongRoPE: the short factors, or the long ones for rows padded to more than the original length. */
-static int longrope(float *freq, int width, double theta, const json_t *p, double max_positions, int64_t length, float *scale,
-		    struct err *e)
+/*
+ * LongRoPE: the short factors, or the long ones for rows padded to more than the original length.
+ */
+static int longrope(float *freq, int width, double theta, const json_t *p, double max_positions,
+		    int64_t length, float *scale, struct err *e)
 {
 	const json_t *factors;
 	const char *key;
@@ -170,21 +181,25 @@ static int longrope(float *freq, int width, double theta, const json_t *p, doubl
 	key = (double)length > orig ? "long_factor" : "short_factor";
 	factors = json_object_get(p, key);
 	if (json_array_size(factors) != (size_t)width / 2)
-		return err_refuse(e, "rope type 'longrope' needs '%s' with %d numbers", key, width / 2);
+		return err_refuse(e, "rope type 'longrope' needs '%s' with %d numbers", key,
+				  width / 2);
 	if (positive(p, "factor", max_positions / orig, &factor, e) ||
-	    positive(p, "attention_factor", factor <= 1 ? 1 : sqrt(1 + log(factor) / log(orig)), &given, e))
+	    positive(p, "attention_factor", factor <= 1 ? 1 : sqrt(1 + log(factor) / log(orig)),
+		     &given, e))
 		return -1;
 	*scale = (float)given;
 	for (int j = 0; j < width / 2; j++) {
 		float power = powf((float)theta, (float)(2 * j) / (float)width);
 
-		freq[j] = 1.0f / ((float)json_number_value(json_array_get(factors, (size_t)j)) * power);
+		freq[j] = 1.0f /
+			  ((float)json_number_value(json_array_get(factors, (size_t)j)) * power);
 	}
 	return 0;
 }
 
 /* Dynamic NTK: rows padded to more than the training length get a larger theta. */
-static int dynamic(float *freq, int width, double theta, const json_t *p, double max_positions, int64_t length, struct err *e)
+static int dynamic(float *freq, int width, double theta, const json_t *p, double max_positions,
+		   int64_t length, struct err *e)
 {
 	double factor;
 	float grown;
@@ -192,7 +207,8 @@ static int dynamic(float *freq, int width, double theta, const json_t *p, double
 	if (positive(p, "factor", 0, &factor, e))
 		return -1;
 	if (width < 4)
-		return err_refuse(e, "rope type 'dynamic' needs heads of at least 4, not %d", width);
+		return err_refuse(e, "rope type 'dynamic' needs heads of at least 4, not %d",
+				  width);
 	if (!((double)length > max_positions))
 		return 0;
 	grown = (float)factor * (float)length / (float)max_positions - (float)(factor - 1);
@@ -202,26 +218,31 @@ static int dynamic(float *freq, int width, double theta, const json_t *p, double
 	return 0;
 }
 
-/* The first partial_rotary_factor of the head turns, with the exponents of the whole head; the rest stands still. */
+/*
+ * The first partial_rotary_factor of the head turns, with the exponents of the whole head; the rest
+ * stands still.
+ */
 static int proportional(float *freq, int width, const json_t *p, struct err *e)
 {
 	double factor, part;
 
-	if (positive(p, "factor", 1, &factor, e) || positive(p, "partial_rotary_factor", 1, &part, e))
+	if (positive(p, "factor", 1, &factor, e) ||
+	    positive(p, "partial_rotary_factor", 1, &part, e))
 		return -1;
 	for (int j = 0; j < width / 2; j++)
 		freq[j] = j < (int)floor(part * width / 2) ? freq[j] / (float)factor : 0;
 	return 0;
 }
 
-int rope_frequencies(float *freq, int width, double theta, const json_t *params, double max_positions, int64_t length,
-		     float *scale, struct err *e)
+int rope_frequencies(float *freq, int width, double theta, const json_t *params,
+		     double max_positions, int64_t length, float *scale, struct err *e)
 {
 	const char *type = "default";
 	double factor;
 
-	if (params && json_str_or(params, "the rope parameters", json_has(params, "rope_type") ? "rope_type" : "type", "default",
-				  &type, e))
+	if (params &&
+	    json_str_or(params, "the rope parameters",
+			json_has(params, "rope_type") ? "rope_type" : "type", "default", &type, e))
 		return -1;
 	*scale = 1;
 	for (int j = 0; j < width / 2; j++)
@@ -245,5 +266,8 @@ int rope_frequencies(float *freq, int width, double theta, const json_t *params,
 		return yarn(freq, width, theta, params, max_positions, scale, e);
 	if (!strcmp(type, "longrope"))
 		return longrope(freq, width, theta, params, max_positions, length, scale, e);
-	return err_refuse(e, "rope type '%s' is not supported (default, dynamic, linear, llama3, yarn, longrope, proportional are)", type);
+	return err_refuse(e,
+			  "rope type '%s' is not supported (default, dynamic, linear, llama3, "
+			  "yarn, longrope, proportional are)",
+			  type);
 }

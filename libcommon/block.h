@@ -1,13 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * block: parts of a layer that several families share, as flat calls of verbs. Each adds its result to the residual stream.
+ * block: parts of a layer that several families share, as flat calls of verbs. Each adds its result
+ * to the residual stream.
  */
 #ifndef DSPARK_BLOCK_H
 #define DSPARK_BLOCK_H
 
 #include "model.h"
 
-/* Tokens that token-wise products run over at a time, so that a long row costs attention memory only. */
+/*
+ * Tokens that token-wise products run over at a time, so that a long row costs attention memory
+ * only.
+ */
 #define TOKEN_TILE 1024
 
 /* Grouped-query attention with q, k, v in one product: qkv is [(heads + 2 kv_heads) D, H]. */
@@ -23,19 +27,24 @@ struct gqa {
 void block_gqa(struct chunk *c, struct tensor x, struct tensor h, const struct gqa *g);
 
 /* x[T,H] F32 += down(act(gate_up h)): gate_up [2I,H] gate first, down [H,I]. */
-void block_mlp(struct chunk *c, struct tensor x, struct tensor h, const struct weight *gate_up, const struct weight *down,
-	       const struct act *act);
-
-/* Router product in F32 and the choice: ids and weights of c->routed from h [T,H], which need not be the experts' input. */
-void block_route(struct chunk *c, struct tensor h, const struct weight *router, const struct router *r);
+void block_mlp(struct chunk *c, struct tensor x, struct tensor h, const struct weight *gate_up,
+	       const struct weight *down, const struct act *act);
 
 /*
- * Inverse frequencies, F32 as the reference computes them: theta^(-2j/width), j < width/2, then scaling. `params` is the config's
- * rope_parameters/rope_scaling object or NULL; types default, dynamic, linear, llama3, yarn, longrope,
- * proportional, with the arithmetic of transformers' modeling_rope_utils. `length` is what rows are padded to, for classes whose dynamic and
- * longrope frequencies depend on it, else 0. *scale becomes the factor on cos and sin.
+ * Router product in F32 and the choice: ids and weights of c->routed from h [T,H], which need not
+ * be the experts' input.
  */
-int rope_frequencies(float *freq, int width, double theta, const json_t *params, double max_positions, int64_t length,
-		     float *scale, struct err *e);
+void block_route(struct chunk *c, struct tensor h, const struct weight *router,
+		 const struct router *r);
+
+/*
+ * Inverse frequencies, F32 as the reference computes them: theta^(-2j/width), j < width/2, then
+ * scaling. `params` is the config's rope_parameters/rope_scaling object or NULL; types default,
+ * dynamic, linear, llama3, yarn, longrope, proportional, with the arithmetic of transformers'
+ * modeling_rope_utils. `length` is what rows are padded to, for classes whose dynamic and longrope
+ * frequencies depend on it, else 0. *scale becomes the factor on cos and sin.
+ */
+int rope_frequencies(float *freq, int width, double theta, const json_t *params,
+		     double max_positions, int64_t length, float *scale, struct err *e);
 
 #endif

@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The writing thread. Everything that may be slow, hashing, writing, fsync, happens here; the forward only waits when both buffers are full. */
+/*
+ * The writing thread. Everything that may be slow, hashing, writing, fsync, happens here; the
+ * forward only waits when both buffers are full.
+ */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
 #endif
@@ -14,7 +17,7 @@
 
 enum { BUFFER_FREE, BUFFER_FILLING, BUFFER_READY };
 
-/* ---- finding NaN and infinity ------------------------------------------------------------------------------------------------ */
+/* ---- finding NaN and infinity ---------------------------------------------------------------- */
 
 static bool any_nonfinite16(const uint16_t *p, size_t n, uint16_t mask)
 {
@@ -42,33 +45,45 @@ static bool any_nonfinite(const void *p, enum dtype d, size_t n)
 }
 
 /* Names the first bad state of a row: layer id and position. */
-static int refuse_row(const struct capture *c, int64_t row, const char *states, const char *last, int64_t len, struct err *e)
+static int refuse_row(const struct capture *c, int64_t row, const char *states, const char *last,
+		      int64_t len, struct err *e)
 {
 	const struct geometry *g = &c->cache->g;
 	size_t h = (size_t)g->hidden, size = dtype_size(g->dtype);
-	const char *hint = g->dtype == DT_F16 ? " (fp16 ends at 65504: recipe_args.cache_dtype: bf16 may hold it)" : "";
+	const char *hint =
+		g->dtype == DT_F16
+			? " (fp16 ends at 65504: recipe_args.cache_dtype: bf16 may hold it)"
+			: "";
 
 	for (int64_t t = 0; t < len; t++)
 		for (int i = 0; i <= g->nids; i++) {
-			const char *p = i < g->nids ? states + (size_t)(t * g->nids + i) * h * size : last + (size_t)t * h * size;
+			const char *p = i < g->nids ? states + (size_t)(t * g->nids + i) * h * size
+						    : last + (size_t)t * h * size;
 
 			if (!any_nonfinite(p, g->dtype, h))
 				continue;
 			if (i < g->nids)
-				return err_refuse(e, "row %lld, position %lld: layer id %lld is not finite%s; nothing of its shard is published",
-						  (long long)row, (long long)t, (long long)c->ids[i], hint);
-			return err_refuse(e, "row %lld, position %lld: the last hidden state is not finite%s; nothing of its shard is published",
+				return err_refuse(e,
+						  "row %lld, position %lld: layer id %lld is not "
+						  "finite%s; nothing of its shard is published",
+						  (long long)row, (long long)t,
+						  (long long)c->ids[i], hint);
+			return err_refuse(e,
+					  "row %lld, position %lld: the last hidden state is not "
+					  "finite%s; nothing of its shard is published",
 					  (long long)row, (long long)t, hint);
 		}
 	return err_refuse(e, "row %lld has a state that is not finite", (long long)row);
 }
 
-static int check_finite(struct capture *c, int64_t row, const char *states, const char *last, int64_t len, struct err *e)
+static int check_finite(struct capture *c, int64_t row, const char *states, const char *last,
+			int64_t len, struct err *e)
 {
 	const struct geometry *g = &c->cache->g;
 	size_t n = (size_t)(len * g->hidden);
 
-	if (!any_nonfinite(states, g->dtype, n * (size_t)g->nids) && !any_nonfinite(last, g->dtype, n))
+	if (!any_nonfinite(states, g->dtype, n * (size_t)g->nids) &&
+	    !any_nonfinite(last, g->dtype, n))
 		return 0;
 	if (c->nonfinite == NONFINITE_STOP)
 		return refuse_row(c, row, states, last, len, e);
@@ -76,7 +91,7 @@ static int check_finite(struct capture *c, int64_t row, const char *states, cons
 	return 0;
 }
 
-/* ---- rows to shards ------------------------------------------------------------------------------------------------------------ */
+/* ---- rows to shards -------------------------------------------------------------------------- */
 
 static int finish_shard(struct capture *c, struct err *e)
 {
@@ -92,11 +107,14 @@ static int finish_shard(struct capture *c, struct err *e)
 	c->bytes += bytes;
 	if (c->bad) {
 		c->quarantined++;
-		log_warn("shard %lld has states that are not finite: kept as shard-%06lld.safetensors.bad", (long long)index, (long long)index);
+		log_warn("shard %lld has states that are not finite: kept as "
+			 "shard-%06lld.safetensors.bad",
+			 (long long)index, (long long)index);
 	} else {
 		c->shards++;
 	}
-	rec = json_pack("{s:s, s:i, s:I, s:I, s:I, s:b}", "record", "shard", "rank", c->cache->rank, "shard", (json_int_t)index,
+	rec = json_pack("{s:s, s:i, s:I, s:I, s:I, s:b}",
+			"record", "shard", "rank", c->cache->rank, "shard", (json_int_t)index,
 			"rows", (json_int_t)rows, "bytes", (json_int_t)bytes, "finite", !c->bad);
 	if (!rec)
 		return err_fail(e, "out of memory");
@@ -105,8 +123,8 @@ static int finish_shard(struct capture *c, struct err *e)
 	return 0;
 }
 
-static int write_row(struct capture *c, int64_t row, const int32_t *ids, const uint8_t *mask, const char *states, const char *last,
-		     struct err *e)
+static int write_row(struct capture *c, int64_t row, const int32_t *ids, const uint8_t *mask,
+		     const char *states, const char *last, struct err *e)
 {
 	int64_t shard = row / c->cache->g.shard_size, len = tokens_length(c->tokens, row);
 	struct shard_writer *w = c->writer;
@@ -123,7 +141,8 @@ static int write_row(struct capture *c, int64_t row, const int32_t *ids, const u
 static int write_window(struct capture *c, const struct capture_buffer *b, struct err *e)
 {
 	const struct geometry *g = &c->cache->g;
-	int64_t base = c->tokens->offset[b->first], total = c->tokens->offset[b->first + b->n] - base;
+	int64_t base = c->tokens->offset[b->first],
+		total = c->tokens->offset[b->first + b->n] - base;
 	int32_t *ids = mem_calloc((size_t)total, sizeof *ids, e);
 	uint8_t *mask = mem_calloc((size_t)total, 1, e);
 	size_t position = (size_t)g->hidden * dtype_size(g->dtype);
@@ -134,7 +153,8 @@ static int write_window(struct capture *c, const struct capture_buffer *b, struc
 	for (int64_t i = 0; i < b->n; i++) {
 		int64_t at = c->tokens->offset[b->first + i] - base;
 
-		if (write_row(c, b->first + i, ids + at, mask + at, (char *)b->states + (size_t)at * position * (size_t)g->nids,
+		if (write_row(c, b->first + i, ids + at, mask + at,
+			      (char *)b->states + (size_t)at * position * (size_t)g->nids,
 			      (char *)b->last + (size_t)at * position, e))
 			goto out;
 	}
@@ -145,7 +165,7 @@ out:
 	return rc;
 }
 
-/* ---- the thread ------------------------------------------------------------------------------------------------------------------ */
+/* ---- the thread ------------------------------------------------------------------------------ */
 
 static void *write_windows(void *arg)
 {
@@ -222,7 +242,8 @@ bad:
 	return -1;
 }
 
-int capture_take(struct capture *c, int64_t first, int64_t n, struct capture_buffer **b, struct err *e)
+int capture_take(struct capture *c, int64_t first, int64_t n, struct capture_buffer **b,
+		 struct err *e)
 {
 	struct capture_buffer *next = &c->buffer[c->next];
 	double start = log_seconds();

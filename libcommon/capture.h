@@ -2,8 +2,9 @@
 /*
  * capture: from the states of a window to published shards, behind the compute.
  *
- * Two buffers of captured states go round: the forward fills one while a thread hashes and writes the other. Rows arrive in ascending order, so
- * one shard is open at a time and memory is bounded by the window, never by a shard.
+ * Two buffers of captured states go round: the forward fills one while a thread hashes and writes
+ * the other. Rows arrive in ascending order, so one shard is open at a time and memory is bounded
+ * by the window, never by a shard.
  */
 #ifndef DSPARK_CAPTURE_H
 #define DSPARK_CAPTURE_H
@@ -20,7 +21,10 @@ struct tokens;
 
 enum nonfinite { NONFINITE_STOP, NONFINITE_QUARANTINE };
 
-/* The states of one window: [tokens, L*H] and [tokens, H] in the cache dtype, rows of the data set one after another without padding. */
+/*
+ * The states of one window: [tokens, L*H] and [tokens, H] in the cache dtype, rows of the data set
+ * one after another without padding.
+ */
 struct capture_buffer {
 	void *states, *last;
 	int64_t first, n;		/* rows */
@@ -32,7 +36,8 @@ struct capture {
 	const struct tokens *tokens;
 	const int64_t *ids;		/* layer ids, for messages */
 	enum nonfinite nonfinite;
-	void (*published)(void *ctx, json_t *record);	/* called by the writing thread with each `shard` record (a reference is given) */
+	/* called by the writing thread with each `shard` record (a reference is given) */
+	void (*published)(void *ctx, json_t *record);
 	void *ctx;
 
 	struct capture_buffer buffer[2];
@@ -46,22 +51,35 @@ struct capture {
 	int next;			/* buffer the forward fills next */
 
 	/* For the summary. */
-	double busy, waited;		/* seconds the thread worked; seconds the forward waited for it */
+	double busy, waited;	/* seconds the thread worked; seconds the forward waited for it */
 	uint64_t bytes;
 	int64_t rows, shards, quarantined;
 };
 
-/* Allocates two buffers of `window` tokens and starts the thread. The options above `buffer` are set by the caller before. */
+/*
+ * Allocates two buffers of `window` tokens and starts the thread. The options above `buffer` are
+ * set by the caller before.
+ */
 int capture_open(struct capture *c, int64_t window, struct err *e);
 
-/* The buffer to fill for rows [first, first + n): waits until one is free; -1 when the thread has failed (its error is given). */
-int capture_take(struct capture *c, int64_t first, int64_t n, struct capture_buffer **b, struct err *e);
+/*
+ * The buffer to fill for rows [first, first + n): waits until one is free; -1 when the thread has
+ * failed (its error is given).
+ */
+int capture_take(struct capture *c, int64_t first, int64_t n, struct capture_buffer **b,
+		 struct err *e);
 /* Hands it to the thread. */
 void capture_give(struct capture *c, struct capture_buffer *b);
 
-/* Waits for everything handed over, ends the thread, gives its error. The open shard, if rows are missing, is dropped. */
+/*
+ * Waits for everything handed over, ends the thread, gives its error. The open shard, if rows are
+ * missing, is dropped.
+ */
 int capture_close(struct capture *c, struct err *e);
-/* Ends the thread at once (after its current row) and drops the open shard. Legal on a zeroed or closed capture. */
+/*
+ * Ends the thread at once (after its current row) and drops the open shard. Legal on a zeroed or
+ * closed capture.
+ */
 void capture_abort(struct capture *c);
 
 #endif

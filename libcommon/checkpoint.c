@@ -2,8 +2,8 @@
 /*
  * checkpoint: finds the files of a model directory and indexes their tensors.
  *
- * A header is parsed, boiled down to entries (shapes of one file in one block) and dropped, so that half a million tensors cost about
- * 160 bytes each, and one header a thread.
+ * A header is parsed, boiled down to entries (shapes of one file in one block) and dropped, so that
+ * half a million tensors cost about 160 bytes each, and one header a thread.
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
@@ -33,18 +33,20 @@
 #define CONFIG_MAX ((size_t)64 << 20)
 #define INDEX_MAX ((size_t)1 << 30)
 
-/* ---- entries by name ------------------------------------------------------------------------------------------------- */
+/* ---- entries by name ------------------------------------------------------------------------- */
 
 static uint64_t name_hash(const char *s)
 {
-	uint64_t h = 0xcbf29ce484222325;	/* FNV-1a, its low bits mixed once more: tensor names differ in few digits */
+	/* FNV-1a, its low bits mixed once more: tensor names differ in few digits */
+	uint64_t h = 0xcbf29ce484222325;
 
 	for (; *s; s++)
 		h = (h ^ (unsigned char)*s) * 0x100000001b3;
 	return h ^ h >> 29;
 }
 
-int entry_index_build(struct entry_index *x, const struct entry *entry, size_t n, const struct entry **twice, struct err *e)
+int entry_index_build(struct entry_index *x, const struct entry *entry, size_t n,
+		      const struct entry **twice, struct err *e)
 {
 	size_t i, at, buckets = 16;
 
@@ -58,7 +60,8 @@ int entry_index_build(struct entry_index *x, const struct entry *entry, size_t n
 		return -1;
 	x->n = buckets;
 	for (i = 0; i < n; i++) {
-		for (at = name_hash(entry[i].name) & (buckets - 1); x->bucket[at]; at = (at + 1) & (buckets - 1))
+		for (at = name_hash(entry[i].name) & (buckets - 1); x->bucket[at];
+		     at = (at + 1) & (buckets - 1))
 			if (!strcmp(entry[x->bucket[at] - 1].name, entry[i].name)) {
 				*twice = &entry[i];
 				return -1;
@@ -68,7 +71,8 @@ int entry_index_build(struct entry_index *x, const struct entry *entry, size_t n
 	return 0;
 }
 
-const struct entry *entry_index_find(const struct entry_index *x, const struct entry *entry, const char *name)
+const struct entry *entry_index_find(const struct entry_index *x, const struct entry *entry,
+				     const char *name)
 {
 	size_t at;
 
@@ -103,7 +107,7 @@ uint64_t entry_row_bytes(const struct entry *t)
 	return (t->ndim > 1 ? (uint64_t)t->shape[t->ndim - 1] : 1) * dtype_size(t->dtype);
 }
 
-/* ---- which files ----------------------------------------------------------------------------------------------------- */
+/* ---- which files ----------------------------------------------------------------------------- */
 
 static bool has_suffix(const char *s, const char *suffix)
 {
@@ -122,7 +126,8 @@ static int add_file(struct checkpoint *c, size_t *cap, const char *name, struct 
 
 static int by_name(const void *a, const void *b)
 {
-	return strcmp(((const struct checkpoint_file *)a)->name, ((const struct checkpoint_file *)b)->name);
+	return strcmp(((const struct checkpoint_file *)a)->name,
+		      ((const struct checkpoint_file *)b)->name);
 }
 
 static struct checkpoint_file *find_file(const struct checkpoint *c, const char *name)
@@ -147,7 +152,8 @@ static int files_of_dir(struct checkpoint *c, bool *torch, struct err *e)
 			continue;
 		if (has_suffix(ent->d_name, SUFFIX))
 			rc = add_file(c, &cap, ent->d_name, e);
-		else if (has_suffix(ent->d_name, ".bin") || has_suffix(ent->d_name, ".bin.index.json") ||
+		else if (has_suffix(ent->d_name, ".bin") ||
+			 has_suffix(ent->d_name, ".bin.index.json") ||
 			 has_suffix(ent->d_name, ".pth") || has_suffix(ent->d_name, ".pt"))
 			*torch = true;
 	}
@@ -174,20 +180,26 @@ static int find_files(struct checkpoint *c, bool estimate, struct err *e)
 		return 0;
 	}
 	if (torch)
-		return err_refuse(e, "checkpoint '%s' has only PyTorch files (.bin, .pt): convert it to safetensors "
-				  "(save_pretrained with safe_serialization) or download the safetensors files", c->dir);
+		return err_refuse(e,
+				  "checkpoint '%s' has only PyTorch files (.bin, .pt): convert it "
+				  "to safetensors "
+				  "(save_pretrained with safe_serialization) or download the "
+				  "safetensors files",
+				  c->dir);
 	if (!estimate)
-		return err_refuse(e, "checkpoint '%s' has no safetensors files: download its weights", c->dir);
+		return err_refuse(e,
+				  "checkpoint '%s' has no safetensors files: download its weights",
+				  c->dir);
 	c->partial = true;
 	return 0;
 }
 
-/* ---- the index ------------------------------------------------------------------------------------------------------- */
+/* ---- the index ------------------------------------------------------------------------------- */
 
 /*
- * weight_map as pairs of strings. Half a million of them take jansson longer than everything else together, and they are nearly
- * always plain: ASCII without escapes, one object of strings. That form is read here; any other goes through jansson, which also
- * checks what stands around the map.
+ * weight_map as pairs of strings. Half a million of them take jansson longer than everything else
+ * together, and they are nearly always plain: ASCII without escapes, one object of strings. That
+ * form is read here; any other goes through jansson, which also checks what stands around the map.
  */
 struct map {
 	struct text text;		/* strings point into it, ended by NUL */
@@ -219,12 +231,16 @@ static char *plain_string(char *p)
 	if (*p != '"')
 		return NULL;
 	for (p++; *p != '"'; p++)
-		if (*p == '\\' || *p < 0x20 || *p > 0x7e)	/* also what is no ASCII, where char is signed or not, and the end */
+		if (*p == '\\' || *p < 0x20 ||
+		    *p > 0x7e) /* also what is no ASCII, where char is signed or not, and the end */
 			return NULL;
 	return p;
 }
 
-/* p stands behind a '{'. Returns what stands behind the '}', NULL if the map is not plain (the text is changed all the same). */
+/*
+ * p stands behind a '{'. Returns what stands behind the '}', NULL if the map is not plain (the text
+ * is changed all the same).
+ */
 static char *plain_pairs(struct map *m, char *p, struct err *e)
 {
 	char *name, *file, *end;
@@ -263,7 +279,8 @@ static bool frame_is_good(const char *head, size_t n, const char *tail, const ch
 	text_add(&t, tail);
 	if (!text_ok(&t, &none))
 		o = json_parse(t.s, t.len, path, &none);
-	good = json_is_object(json_object_get(o, "weight_map")) && !json_object_size(json_object_get(o, "weight_map"));
+	good = json_is_object(json_object_get(o, "weight_map")) &&
+	       !json_object_size(json_object_get(o, "weight_map"));
 	json_decref(o);
 	text_release(&t);
 	return good;
@@ -298,7 +315,8 @@ static int read_json(struct map *m, const char *path, struct err *e)
 		return err_refuse(e, "'%s' has no object 'weight_map'", path);
 	json_object_foreach(map, name, value) {
 		if (!json_is_string(value))
-			return err_refuse(e, "'%s': weight_map gives '%s' no file name", path, name);
+			return err_refuse(e, "'%s': weight_map gives '%s' no file name", path,
+					  name);
 		if (mem_grow(&m->pair, &m->cap, m->n + 1, sizeof *m->pair, e))
 			return -1;
 		m->pair[m->n++] = (struct pair){ name, json_string_value(value) };
@@ -306,7 +324,10 @@ static int read_json(struct map *m, const char *path, struct err *e)
 	return 0;
 }
 
-/* Few files hold many tensors, and neighbours in the index mostly share one: look at the last first, then at all. */
+/*
+ * Few files hold many tensors, and neighbours in the index mostly share one: look at the last
+ * first, then at all.
+ */
 static int files_of_map(struct checkpoint *c, const struct map *m, const char *path, struct err *e)
 {
 	size_t cap = 0, i = 0, k;
@@ -317,8 +338,10 @@ static int files_of_map(struct checkpoint *c, const struct map *m, const char *p
 		if (i < c->nfiles && !strcmp(c->file[i].name, file))
 			continue;
 		if (!*file || strchr(file, '/') || *file == '.')
-			return err_refuse(e, "'%s': weight_map gives '%s' the file '%s', which is not a name in this directory", path,
-					  m->pair[k].name, file);
+			return err_refuse(e,
+					  "'%s': weight_map gives '%s' the file '%s', which is not "
+					  "a name in this directory",
+					  path, m->pair[k].name, file);
 		for (i = 0; i < c->nfiles && strcmp(c->file[i].name, file);)
 			i++;
 		if (i == c->nfiles && add_file(c, &cap, file, e))
@@ -331,7 +354,8 @@ static int files_of_map(struct checkpoint *c, const struct map *m, const char *p
 }
 
 /* The names of the map as entries without a place; the files will fill them. */
-static int entries_of_map(struct checkpoint *c, const struct map *m, const char *path, struct err *e)
+static int entries_of_map(struct checkpoint *c, const struct map *m, const char *path,
+			  struct err *e)
 {
 	const struct entry *twice;
 	size_t k, i = 0, bytes = 0;
@@ -351,7 +375,9 @@ static int entries_of_map(struct checkpoint *c, const struct map *m, const char 
 	}
 	c->nentries = m->n;
 	if (entry_index_build(&c->index, c->entry, c->nentries, &twice, e))
-		return twice ? err_refuse(e, "'%s': weight_map has tensor '%s' twice", path, twice->name) : -1;
+		return twice ? err_refuse(e, "'%s': weight_map has tensor '%s' twice", path,
+					  twice->name)
+			     : -1;
 	return 0;
 }
 
@@ -368,7 +394,8 @@ static int read_index(struct checkpoint *c, struct err *e)
 		rc = 1;
 		goto out;
 	}
-	if (file_read_all(path, INDEX_MAX, &m.text, e) || (!read_plain(&m, path, e) && (e->code || read_json(&m, path, e))))
+	if (file_read_all(path, INDEX_MAX, &m.text, e) ||
+	    (!read_plain(&m, path, e) && (e->code || read_json(&m, path, e))))
 		goto out;
 	if (files_of_map(c, &m, path, e) || entries_of_map(c, &m, path, e))
 		goto out;
@@ -379,9 +406,12 @@ out:
 	return rc;
 }
 
-/* ---- their tensors --------------------------------------------------------------------------------------------------- */
+/* ---- their tensors --------------------------------------------------------------------------- */
 
-/* Files are read by several threads. Each has its own block; with an index it fills its own entries, without one it makes a list. */
+/*
+ * Files are read by several threads. Each has its own block; with an index it fills its own
+ * entries, without one it makes a list.
+ */
 struct reader {
 	struct checkpoint *c;
 	bool indexed, estimate;
@@ -466,7 +496,11 @@ static int read_file(void *ctx, int64_t n, struct err *e)
 		return -1;
 	if (!file_exists(path) && errno == ENOENT) {
 		f->missing = true;
-		rc = r->estimate ? 0 : err_refuse(e, "'%s/" INDEX "' names '%s', which is missing: download it", c->dir, f->name);
+		rc = r->estimate ? 0
+				 : err_refuse(e,
+					      "'%s/" INDEX
+					      "' names '%s', which is missing: download it",
+					      c->dir, f->name);
 		goto out;
 	}
 	if (file_size(path, &f->size, &f->mtime_ns, e) || safetensors_open(&s, path, e))
@@ -503,9 +537,12 @@ static int join_lists(struct reader *r, struct err *e)
 	if (!twice)
 		return -1;
 	first = find(&c->catalogue, twice->name);
-	return err_refuse(e, "tensor '%s' is both in '%s' and in '%s' of '%s', and there is no '" INDEX "' to decide: "
-			  "remove the file that does not belong to the checkpoint", twice->name, c->file[first->file].name,
-			  c->file[twice->file].name, c->dir);
+	return err_refuse(e,
+			  "tensor '%s' is both in '%s' and in '%s' of '%s', and there is no '" INDEX
+			  "' to decide: "
+			  "remove the file that does not belong to the checkpoint",
+			  twice->name, c->file[first->file].name, c->file[twice->file].name,
+			  c->dir);
 }
 
 /* A name of the index has to be where it says. */
@@ -517,8 +554,11 @@ static int check_index(struct checkpoint *c, struct err *e)
 		const struct entry *t = &c->entry[i];
 
 		if (t->ndim < 0 && !c->file[t->file].missing)
-			return err_refuse(e, "'%s/" INDEX "' places tensor '%s' in '%s', which does not hold it: "
-					  "download the checkpoint again", c->dir, t->name, c->file[t->file].name);
+			return err_refuse(e,
+					  "'%s/" INDEX
+					  "' places tensor '%s' in '%s', which does not hold it: "
+					  "download the checkpoint again",
+					  c->dir, t->name, c->file[t->file].name);
 		c->partial |= t->ndim < 0;
 	}
 	return 0;
@@ -551,7 +591,8 @@ static int read_config(struct checkpoint *c, struct err *e)
 		return -1;
 	c->config = json_read(path, CONFIG_MAX, e);
 	if (c->config)
-		rc = json_is_object(c->config) ? 0 : err_refuse(e, "'%s' is not a JSON object", path);
+		rc = json_is_object(c->config) ? 0
+					       : err_refuse(e, "'%s' is not a JSON object", path);
 	free(path);
 	return rc;
 }
@@ -593,7 +634,7 @@ void checkpoint_release(struct checkpoint *c)
 	*c = (struct checkpoint){ 0 };
 }
 
-/* ---- identity -------------------------------------------------------------------------------------------------------- */
+/* ---- identity -------------------------------------------------------------------------------- */
 
 #define SAMPLES 64
 #define SAMPLE 4096
@@ -605,7 +646,8 @@ static void hash_u64(struct digest *d, uint64_t v)
 	digest_update(d, &v, sizeof v);
 }
 
-static int hash_range(struct digest *d, int fd, const char *path, uint64_t at, uint64_t n, char *buf, struct err *e)
+static int hash_range(struct digest *d, int fd, const char *path, uint64_t at, uint64_t n,
+		      char *buf, struct err *e)
 {
 	while (n) {
 		size_t part = n < PIECE ? (size_t)n : PIECE;
@@ -619,7 +661,8 @@ static int hash_range(struct digest *d, int fd, const char *path, uint64_t at, u
 	return 0;
 }
 
-static int hash_file(struct digest *d, const struct checkpoint *c, const struct checkpoint_file *f, char *buf, struct err *e)
+static int hash_file(struct digest *d, const struct checkpoint *c, const struct checkpoint_file *f,
+		     char *buf, struct err *e)
 {
 	uint64_t n = f->size - f->data;
 	char *path = file_join(c->dir, f->name, e);
@@ -636,7 +679,8 @@ static int hash_file(struct digest *d, const struct checkpoint *c, const struct 
 		goto out;
 	}
 	for (k = 0; k < SAMPLES; k++)
-		if (hash_range(d, fd, path, f->data + (uint64_t)k * (n - SAMPLE) / (SAMPLES - 1), SAMPLE, buf, e))
+		if (hash_range(d, fd, path, f->data + (uint64_t)k * (n - SAMPLE) / (SAMPLES - 1),
+			       SAMPLE, buf, e))
 			goto out;
 	rc = 0;
 out:
@@ -669,7 +713,8 @@ int checkpoint_identity(const struct checkpoint *c, char hex[DIGEST_HEX], struct
 	size_t i;
 
 	if (c->partial)
-		return err_refuse(e, "checkpoint '%s' is not whole: download all of its files", c->dir);
+		return err_refuse(e, "checkpoint '%s' is not whole: download all of its files",
+				  c->dir);
 	d = digest_new(e);
 	buf = mem_aligned(PIECE, e);
 	if (!d || !buf || hash_config(d, c, e))

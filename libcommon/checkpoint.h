@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * checkpoint: a model directory: config.json, its safetensors files and the name -> place index over all of them.
+ * checkpoint: a model directory: config.json, its safetensors files and the name -> place index
+ * over all of them.
  *
  * Only headers are read, no descriptor stays open. Which files count:
  *	model.safetensors.index.json	the files its weight_map names; it decides which file holds a name, other names are ignored
@@ -32,7 +33,8 @@ struct entry_index {
 };
 
 struct checkpoint {
-	struct catalogue catalogue;	/* first: find is O(1); entries hold whole tensors, `file` indexes `file` below */
+	/* first: find is O(1); entries hold whole tensors, `file` indexes `file` below */
+	struct catalogue catalogue;
 	char *dir;
 	json_t *config;			/* config.json, an object */
 	size_t nfiles;
@@ -46,9 +48,10 @@ struct checkpoint {
 };
 
 /*
- * Refuses a missing or malformed config.json, index or safetensors file, an index that names a missing file or a tensor its file does not
- * hold, and PyTorch .bin files. With `estimate` missing files only set `partial`: their tensors are found by name (where an index names
- * them) with dtype DT_NONE, ndim -1 and no bytes.
+ * Refuses a missing or malformed config.json, index or safetensors file, an index that names a
+ * missing file or a tensor its file does not hold, and PyTorch .bin files. With `estimate` missing
+ * files only set `partial`: their tensors are found by name (where an index names them) with dtype
+ * DT_NONE, ndim -1 and no bytes.
  */
 int checkpoint_open(struct checkpoint *c, const char *dir, bool estimate, struct err *e);
 void checkpoint_release(struct checkpoint *c);
@@ -63,11 +66,16 @@ void checkpoint_release(struct checkpoint *c);
 int checkpoint_identity(const struct checkpoint *c, char hex[DIGEST_HEX], struct err *e);
 
 /* -1 with *twice set to the second of two entries of one name (or NULL: no memory). */
-int entry_index_build(struct entry_index *x, const struct entry *entry, size_t n, const struct entry **twice, struct err *e);
-const struct entry *entry_index_find(const struct entry_index *x, const struct entry *entry, const char *name);
+int entry_index_build(struct entry_index *x, const struct entry *entry, size_t n,
+		      const struct entry **twice, struct err *e);
+const struct entry *entry_index_find(const struct entry_index *x, const struct entry *entry,
+				     const char *name);
 void entry_index_release(struct entry_index *x);
 
-/* Rows of an entry as weight_source counts them: all dimensions but the last ([n]: n; scalar: 1), and the bytes of one. */
+/*
+ * Rows of an entry as weight_source counts them: all dimensions but the last ([n]: n; scalar: 1),
+ * and the bytes of one.
+ */
 int64_t entry_rows(const struct entry *t);
 uint64_t entry_row_bytes(const struct entry *t);
 

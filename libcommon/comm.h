@@ -1,10 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * comm: ranks and collectives. Interface only; kernels/comm_*.c implement it (self, mpi, nccl), kernels/comm.c opens one by name.
+ * comm: ranks and collectives. Interface only; kernels/comm_*.c implement it (self, mpi, nccl),
+ * kernels/comm.c opens one by name.
  *
- * All calls of a communicator come from the thread that opened it, in the same order on every rank. Waiting ranks sleep or
- * yield. A rank that fails calls comm_abort first, so that no peer waits for ever. Counts are in rows of `row` bytes; transfers are cut at 1 GiB.
- * Buffers are host memory unless the transport says `device_buffers`.
+ * All calls of a communicator come from the thread that opened it, in the same order on every rank.
+ * Waiting ranks sleep or yield. A rank that fails calls comm_abort first, so that no peer waits for
+ * ever. Counts are in rows of `row` bytes; transfers are cut at 1 GiB. Buffers are host memory
+ * unless the transport says `device_buffers`.
  */
 #ifndef DSPARK_COMM_H
 #define DSPARK_COMM_H
@@ -25,29 +27,41 @@ struct comm_request {
 
 struct transport {
 	const char *name;		/* "self", "mpi", "nccl" */
-	bool collective;		/* false: ranks are told, not connected (--rank, torchrun without NCCL); collectives of world > 1 are refused */
+	/*
+	 * false: ranks are told, not connected (--rank, torchrun without NCCL); collectives of
+	 * world > 1 are refused
+	 */
+	bool collective;
 	bool device_buffers;		/* all-gather and alltoallv take device memory */
 
 	void (*close)(struct comm *c);
-	void (*abort)(struct comm *c, int code);			/* ends every rank; may not return */
+	void (*abort)(struct comm *c, int code);	/* ends every rank; may not return */
 	int (*barrier)(struct comm *c, struct err *e);
-	int (*allreduce)(struct comm *c, int64_t *v, int n, enum comm_op op, struct err *e);	/* in place */
+	/* in place */
+	int (*allreduce)(struct comm *c, int64_t *v, int n, enum comm_op op, struct err *e);
 	int (*bcast)(struct comm *c, void *buf, uint64_t bytes, int root, struct err *e);
-	/* Root receives every rank's bytes: out[world] malloc'ed buffers, len[world]; NULL elsewhere. */
-	int (*gather)(struct comm *c, const void *buf, uint64_t bytes, int root, char **out, uint64_t *len, struct err *e);
+	/*
+	 * Root receives every rank's bytes: out[world] malloc'ed buffers, len[world]; NULL
+	 * elsewhere.
+	 */
+	int (*gather)(struct comm *c, const void *buf, uint64_t bytes, int root, char **out,
+		      uint64_t *len, struct err *e);
 	/* out holds world parts of `bytes` each; `in` may be its own part of out. */
 	int (*allgather)(struct comm *c, void *out, const void *in, uint64_t bytes, struct err *e);
 	/*
-	 * As allgather, but returns at once: both buffers belong to the transport until it has ended. Same order
-	 * on every rank, among the other calls of this communicator too.
+	 * As allgather, but returns at once: both buffers belong to the transport until it has
+	 * ended. Same order on every rank, among the other calls of this communicator too.
 	 */
-	int (*allgather_start)(struct comm *c, struct comm_request *r, void *out, const void *in, uint64_t bytes,
-			       struct err *e);
-	/* Makes progress; with `wait` until the end, sleeping. *done: ended, r may be used again. */
-	int (*allgather_end)(struct comm *c, struct comm_request *r, bool wait, bool *done, struct err *e);
+	int (*allgather_start)(struct comm *c, struct comm_request *r, void *out, const void *in,
+			       uint64_t bytes, struct err *e);
+	/*
+	 * Makes progress; with `wait` until the end, sleeping. *done: ended, r may be used again.
+	 */
+	int (*allgather_end)(struct comm *c, struct comm_request *r, bool wait, bool *done,
+			     struct err *e);
 	/* Rows to and from each rank, consecutive in rank order. */
-	int (*alltoallv)(struct comm *c, void *out, const int64_t *out_rows, const void *in, const int64_t *in_rows,
-			 uint64_t row, struct err *e);
+	int (*alltoallv)(struct comm *c, void *out, const int64_t *out_rows, const void *in,
+			 const int64_t *in_rows, uint64_t row, struct err *e);
 	/* Ranks of one colour, ordered by key, form `out`, closed by close. */
 	int (*split)(struct comm *c, struct comm *out, int colour, int key, struct err *e);
 };

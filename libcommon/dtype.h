@@ -29,7 +29,7 @@ bool dtype_is_float(enum dtype d);			/* F32, BF16, F16, F64 */
  * DT_NONE if unknown.
  */
 enum dtype dtype_from_recipe(const char *name);
-const char *dtype_recipe_name(enum dtype d);		/* "fp32", "bf16", "fp16", as in manifests */
+const char *dtype_recipe_name(enum dtype d);	/* "fp32", "bf16", "fp16", as in manifests */
 
 /*
  * n elements from `src` to `dst`, either any of F32, BF16, F16 (src also F64). NaN stays NaN

@@ -13,9 +13,11 @@
 
 enum exit_code {
 	EXIT_DONE = 0,		/* all done */
-	EXIT_REFUSED = 1,	/* what was read is refused or differs; the same command would say so again */
+	/* what was read is refused or differs; the same command would say so again */
+	EXIT_REFUSED = 1,
 	EXIT_USAGE = 2,		/* the command line is wrong */
-	EXIT_FAILED = 3,	/* system call, space, memory, device, peer, signal: trying again may succeed */
+	/* system call, space, memory, device, peer, signal: trying again may succeed */
+	EXIT_FAILED = 3,
 };
 
 #define ERR_TEXT 2048

@@ -34,7 +34,8 @@ int file_size(const char *path, uint64_t *size, int64_t *mtime_ns, struct err *e
 bool file_exists(const char *path);			/* follows links; false on any error */
 bool file_is_dir(const char *path);
 int file_mkdir_p(const char *path, struct err *e);	/* 0777 less umask; existing is success */
-char *file_join(const char *dir, const char *name, struct err *e);	/* `name` alone if absolute */
+/* `name` alone if absolute */
+char *file_join(const char *dir, const char *name, struct err *e);
 
 /*
  * A file that appears whole: written as DIR/.NAME.tmp.HOST.RANK.PID (O_EXCL), then fsync, rename,
@@ -56,9 +57,9 @@ void file_new_abort(struct file_new *f);
 void file_abort_all(void);
 
 /*
- * Removes DIR/.*.tmp.HOST.RANK.PID of this host whose process is gone. With `all` (a lock says that nobody
- * else writes here) every .*.tmp.*, also of other hosts, of processes that died but were not waited for,
- * and of numbers that other programs have now. Our own open files stay.
+ * Removes DIR/.*.tmp.HOST.RANK.PID of this host whose process is gone. With `all` (a lock says that
+ * nobody else writes here) every .*.tmp.*, also of other hosts, of processes that died but were not
+ * waited for, and of numbers that other programs have now. Our own open files stay.
  */
 int file_sweep(const char *dir, bool all, struct err *e);
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * The loop. It owns what outlives a layer (carry, ids, positions of a window) and the scratch of a chunk, both in device memory and as large as the
- * plan says; models own nothing.
+ * The loop. It owns what outlives a layer (carry, ids, positions of a window) and the scratch of a
+ * chunk, both in device memory and as large as the plan says; models own nothing.
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
@@ -38,7 +38,7 @@ struct window {
 	struct progress bar;
 };
 
-/* ---- memory ------------------------------------------------------------------------------------------------------------------- */
+/* ---- memory ---------------------------------------------------------------------------------- */
 
 static void window_release(struct window *w)
 {
@@ -63,7 +63,8 @@ static int window_alloc(struct window *w, struct forward *f, struct err *e)
 	memset(w, 0, sizeof *w);
 	w->f = f;
 	for (int i = 0; i < f->target->ncarry; i++) {
-		w->carry[i] = d->be->alloc(d, carry_bytes(&f->target->carry[i], f->plan->window_most, d->compute), e);
+		w->carry[i] = d->be->alloc(
+			d, carry_bytes(&f->target->carry[i], f->plan->window_most, d->compute), e);
 		if (!w->carry[i])
 			return -1;
 	}
@@ -80,7 +81,7 @@ static int window_alloc(struct window *w, struct forward *f, struct err *e)
 	return 0;
 }
 
-/* ---- cutting a window into chunks ---------------------------------------------------------------------------------------------- */
+/* ---- cutting a window into chunks ------------------------------------------------------------ */
 
 static int add_part(struct window *w, int64_t first, int64_t n, int64_t begin, struct err *e)
 {
@@ -105,7 +106,8 @@ static int upload_rows(struct window *w, struct err *e)
 {
 	const struct tokens *t = w->f->tokens;
 	struct device *d = w->f->dev;
-	int64_t first = w->out->first, n = w->out->n, total = t->offset[first + n] - t->offset[first];
+	int64_t first = w->out->first, n = w->out->n,
+		total = t->offset[first + n] - t->offset[first];
 	struct tensor ids = { w->ids, DT_I32, total, 1, 1 }, pos = { w->pos, DT_I32, total, 1, 1 };
 
 	if (tokens_rows(t, first, n, w->host, NULL, e))
@@ -122,7 +124,8 @@ static int window_begin(struct window *w, int64_t first, int64_t n, struct err *
 {
 	const struct tokens *t = w->f->tokens;
 
-	if (capture_take(w->f->capture, first, n, &w->out, e) || mem_grow(&w->piece, &w->piece_cap, (size_t)n, sizeof *w->piece, e))
+	if (capture_take(w->f->capture, first, n, &w->out, e) ||
+	    mem_grow(&w->piece, &w->piece_cap, (size_t)n, sizeof *w->piece, e))
 		return -1;
 	w->nparts = 0;
 	for (int64_t i = 0; i < n;) {
@@ -137,23 +140,30 @@ static int window_begin(struct window *w, int64_t first, int64_t n, struct err *
 	return upload_rows(w, e);
 }
 
-/* ---- a chunk -------------------------------------------------------------------------------------------------------------------- */
+/* ---- a chunk --------------------------------------------------------------------------------- */
 
 static struct chunk open_chunk(struct window *w, const struct part *p)
 {
 	struct forward *f = w->f;
 	struct chunk c = {
-		.dev = f->dev, .tokens = p->tokens, .keys = p->tokens, .npieces = (int)p->n, .piece = p->piece,
-		.ids = { w->ids + p->begin, DT_I32, p->tokens, 1, 1 }, .pos = { w->pos + p->begin, DT_I32, p->tokens, 1, 1 },
+		.dev = f->dev,
+		.tokens = p->tokens,
+		.keys = p->tokens,
+		.npieces = (int)p->n,
+		.piece = p->piece,
+		.ids = { w->ids + p->begin, DT_I32, p->tokens, 1, 1 },
+		.pos = { w->pos + p->begin, DT_I32, p->tokens, 1, 1 },
 		.scratch = { w->scratch, f->plan->scratch_bytes, 0, 0 },
 	};
 
 	for (int i = 0; i < f->target->ncarry; i++)
-		c.carry[i] = carry_view(&f->target->carry[i], w->carry[i], p->begin, p->tokens, f->dev->compute);
+		c.carry[i] = carry_view(&f->target->carry[i], w->carry[i], p->begin, p->tokens,
+					f->dev->compute);
 	return c;
 }
 
-static void store_rows(struct window *w, const struct part *p, struct tensor x, void *base, int64_t ld, int64_t col)
+static void store_rows(struct window *w, const struct part *p, struct tensor x, void *base,
+		       int64_t ld, int64_t col)
 {
 	const struct geometry *g = &w->f->plan->g;
 	char *dst = (char *)base + (size_t)(p->begin * ld + col) * dtype_size(g->dtype);
@@ -161,17 +171,19 @@ static void store_rows(struct window *w, const struct part *p, struct tensor x, 
 	w->f->dev->be->store(w->f->dev, dst, g->dtype, ld, x);
 }
 
-static void capture_ids(struct window *w, const struct part *p, struct chunk *c, enum tap_phase phase, int layer)
+static void capture_ids(struct window *w, const struct part *p, struct chunk *c,
+			enum tap_phase phase, int layer)
 {
 	const struct geometry *g = &w->f->plan->g;
 
 	for (int i = 0; i < g->nids; i++) {
 		uint64_t mark = scratch_mark(c);
 
-		if (w->tap[i].phase != phase || ((phase == TAP_PRE || phase == TAP_LAYER) && w->tap[i].layer != layer))
+		if (w->tap[i].phase != phase ||
+		    ((phase == TAP_PRE || phase == TAP_LAYER) && w->tap[i].layer != layer))
 			continue;
-		store_rows(w, p, w->f->target->model->captured(w->f->target, w->f->plan->ids[i], c), w->out->states,
-			   g->nids * g->hidden, i * g->hidden);
+		store_rows(w, p, w->f->target->model->captured(w->f->target, w->f->plan->ids[i], c),
+			   w->out->states, g->nids * g->hidden, i * g->hidden);
 		scratch_release(c, mark);
 	}
 	if (phase == TAP_FINAL)
@@ -186,7 +198,10 @@ static void run_embed(struct window *w, const struct part *p)
 	capture_ids(w, p, &c, TAP_EMBED, -1);
 }
 
-/* Room for what goes to the experts and back; then the layer up to the router, all its experts, and what follows. */
+/*
+ * Room for what goes to the experts and back; then the layer up to the router, all its experts, and
+ * what follows.
+ */
 static void run_routed(struct target *t, int layer, const struct routing *r, struct chunk *c)
 {
 	struct routed *x = &c->routed;
@@ -232,7 +247,7 @@ static void run_final(struct window *w, const struct part *p)
 	capture_ids(w, p, &c, TAP_FINAL, -1);
 }
 
-/* ---- a window ------------------------------------------------------------------------------------------------------------------- */
+/* ---- a window -------------------------------------------------------------------------------- */
 
 /* After each chunk of a unit: a failed verb or a signal ends the run there. */
 static int pause_point(struct window *w, struct err *e)
@@ -240,7 +255,9 @@ static int pause_point(struct window *w, struct err *e)
 	if (w->f->dev->err.code)
 		return w->f->dev->be->sync(w->f->dev, e);
 	if (forward_stop)
-		return err_fail(e, "stopped by a signal; published shards are safe, the same command goes on");
+		return err_fail(
+			e,
+			"stopped by a signal; published shards are safe, the same command goes on");
 	return 0;
 }
 
@@ -258,7 +275,8 @@ static void show_progress(struct window *w, int layer)
 {
 	struct forward *f = w->f;
 
-	progress_update(&w->bar, f->rows + w->out->n * (layer + 1) / (f->target->layers + 1), f->tokens_done, (int64_t)f->capture->bytes);
+	progress_update(&w->bar, f->rows + w->out->n * (layer + 1) / (f->target->layers + 1),
+			f->tokens_done, (int64_t)f->capture->bytes);
 }
 
 static int window_layers(struct window *w, struct err *e)
@@ -280,7 +298,8 @@ static int run_window(struct window *w, int64_t first, int64_t n, struct err *e)
 {
 	struct forward *f = w->f;
 
-	if (window_begin(w, first, n, e) || acquire(w, UNIT_ALWAYS, -1, e) || acquire(w, UNIT_EMBED, -1, e))
+	if (window_begin(w, first, n, e) || acquire(w, UNIT_ALWAYS, -1, e) ||
+	    acquire(w, UNIT_EMBED, -1, e))
 		return -1;
 	for (size_t i = 0; i < w->nparts; i++)
 		run_embed(w, &w->part[i]);
@@ -297,7 +316,9 @@ static int run_window(struct window *w, int64_t first, int64_t n, struct err *e)
 	return 0;
 }
 
-/* Cuts published shards out of a window: calls run_window for each run of rows that is still to do. */
+/*
+ * Cuts published shards out of a window: calls run_window for each run of rows that is still to do.
+ */
 static int run_todo(struct window *w, int64_t first, int64_t n, const bool *done, struct err *e)
 {
 	int64_t size = w->f->plan->g.shard_size, end = first + n;

@@ -38,7 +38,10 @@ struct forward {
 	int64_t rows, tokens_done, windows;
 };
 
-/* Runs every window of the range that holds rows not yet published (`done` [shards], true = published: skipped). */
+/*
+ * Runs every window of the range that holds rows not yet published (`done` [shards], true =
+ * published: skipped).
+ */
 int forward_run(struct forward *f, const bool *done, struct err *e);
 
 #endif

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * json_escape: the code points from U+007F on that Python's repr escapes: str.isprintable() is false (Unicode 14, Python 3.11).
- * Sorted, inclusive. Only json.c includes this.
+ * json_escape: the code points from U+007F on that Python's repr escapes: str.isprintable() is
+ * false (Unicode 14, Python 3.11). Sorted, inclusive. Only json.c includes this.
  */
 #ifndef DSPARK_JSON_ESCAPE_H
 #define DSPARK_JSON_ESCAPE_H

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * How a plan comes about. The order of refusals is the reference's where it has one: parallelism, cache settings, target, ids, then the
- * rows, then the directory, then space and memory.
+ * How a plan comes about. The order of refusals is the reference's where it has one: parallelism,
+ * cache settings, target, ids, then the rows, then the directory, then space and memory.
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
@@ -25,7 +25,7 @@
 
 #define SHA256_EMPTY "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 
-/* ---- memory of a rank -------------------------------------------------------------------------------------------------- */
+/* ---- memory of a rank ------------------------------------------------------------------------ */
 
 struct sizer {
 	struct weight_walk walk;
@@ -37,7 +37,9 @@ struct sizer {
 static int size_weight(struct weight_walk *w, const struct weight_spec *s, struct err *e)
 {
 	struct sizer *z = (struct sizer *)w;
-	struct weight shape = { .count = s->count, .rows = s->rows, .cols = s->cols, .use = s->use, .unit = s->kind };
+	struct weight shape = {
+		.count = s->count, .rows = s->rows, .cols = s->cols, .use = s->use, .unit = s->kind
+	};
 	struct weight_storage storage;
 
 	if (weight_resolve(s, z->catalogue, &storage, NULL, NULL, e))
@@ -52,7 +54,8 @@ static int size_weight(struct weight_walk *w, const struct weight_spec *s, struc
 	return 0;
 }
 
-int layout_weight_bytes(struct target *t, const struct catalogue *c, enum dtype compute, uint64_t *bytes, struct err *e)
+int layout_weight_bytes(struct target *t, const struct catalogue *c, enum dtype compute,
+			uint64_t *bytes, struct err *e)
 {
 	struct sizer z = { { size_weight }, c, compute, 0 };
 
@@ -86,12 +89,18 @@ static void measure_layer(struct target *t, int i, struct chunk *c)
 	t->model->finish(t, i, c);
 }
 
-uint64_t layout_scratch_bytes(struct target *t, const int64_t *ids, int nids, enum dtype compute, int64_t tokens)
+uint64_t layout_scratch_bytes(struct target *t, const int64_t *ids, int nids, enum dtype compute,
+			      int64_t tokens)
 {
 	struct device d = { .be = &backend_measure, .compute = compute };
 	struct piece whole = { .count = tokens, .length = tokens, .kv_count = tokens };
-	struct chunk c = { .dev = &d, .tokens = tokens, .keys = tokens, .npieces = 1, .piece = &whole,
-			   .ids = { NULL, DT_I32, tokens, 1, 1 }, .pos = { NULL, DT_I32, tokens, 1, 1 } };
+	struct chunk c = { .dev = &d,
+			   .tokens = tokens,
+			   .keys = tokens,
+			   .npieces = 1,
+			   .piece = &whole,
+			   .ids = { NULL, DT_I32, tokens, 1, 1 },
+			   .pos = { NULL, DT_I32, tokens, 1, 1 } };
 
 	for (int i = 0; i < t->ncarry; i++)
 		c.carry[i] = carry_view(&t->carry[i], NULL, 0, tokens, compute);
@@ -130,8 +139,8 @@ static int64_t longest_row(const struct plan *p, const struct tokens *t)
 	return most;
 }
 
-static int plan_memory(struct plan *p, struct target *target, const struct checkpoint *c, const struct tokens *t, uint64_t memory,
-		       bool force, struct err *e)
+static int plan_memory(struct plan *p, struct target *target, const struct checkpoint *c,
+		       const struct tokens *t, uint64_t memory, bool force, struct err *e)
 {
 	int64_t longest = longest_row(p, t);
 	struct text need = TEXT_INIT, have = TEXT_INIT;
@@ -140,10 +149,12 @@ static int plan_memory(struct plan *p, struct target *target, const struct check
 	p->window_most = longest > p->window_tokens ? longest : p->window_tokens;
 	if (layout_weight_bytes(target, &c->catalogue, p->compute, &p->weight_bytes, e))
 		return -1;
-	p->scratch_bytes = layout_scratch_bytes(target, p->ids, p->g.nids, p->compute, p->chunk_most);
+	p->scratch_bytes =
+		layout_scratch_bytes(target, p->ids, p->g.nids, p->compute, p->chunk_most);
 	p->carry_bytes = layout_carry_bytes(target, p->compute, p->window_most);
 	/* Two windows of captured states: one being filled, one being written. */
-	p->capture_bytes = 2 * (uint64_t)p->window_most * (uint64_t)(p->g.nids + 1) * (uint64_t)p->g.hidden * dtype_size(p->g.dtype);
+	p->capture_bytes = 2 * (uint64_t)p->window_most * (uint64_t)(p->g.nids + 1) *
+			   (uint64_t)p->g.hidden * dtype_size(p->g.dtype);
 	if (!memory || plan_rank_bytes(p) <= memory)
 		return 0;
 	text_bytes(&need, (double)plan_rank_bytes(p));
@@ -151,18 +162,23 @@ static int plan_memory(struct plan *p, struct target *target, const struct check
 	if (force)
 		log_warn("resident weights need %s a rank, --memory allows %s", need.s, have.s);
 	else
-		err_refuse(e, "resident weights need %s a rank (weights %llu, activations %llu, buffers %llu bytes), but --memory allows %s: "
-			   "allow more, or lower --window-tokens; gathered and streamed weights are not supported in this version", need.s,
-			   (unsigned long long)p->weight_bytes, (unsigned long long)(p->scratch_bytes + p->carry_bytes),
+		err_refuse(e,
+			   "resident weights need %s a rank (weights %llu, activations %llu, "
+			   "buffers %llu bytes), but --memory allows %s: "
+			   "allow more, or lower --window-tokens; gathered and streamed weights "
+			   "are not supported in this version",
+			   need.s, (unsigned long long)p->weight_bytes,
+			   (unsigned long long)(p->scratch_bytes + p->carry_bytes),
 			   (unsigned long long)p->capture_bytes, have.s);
 	text_release(&need);
 	text_release(&have);
 	return force ? 0 : -1;
 }
 
-/* ---- what is captured ---------------------------------------------------------------------------------------------------- */
+/* ---- what is captured ------------------------------------------------------------------------ */
 
-static int plan_ids(struct plan *p, const struct recipe *r, const struct target *target, struct err *e)
+static int plan_ids(struct plan *p, const struct recipe *r, const struct target *target,
+		    struct err *e)
 {
 	if (r->n_layer_ids) {
 		p->g.nids = r->n_layer_ids;
@@ -170,7 +186,8 @@ static int plan_ids(struct plan *p, const struct recipe *r, const struct target 
 		if (p->ids)
 			memcpy(p->ids, r->layer_ids, (size_t)r->n_layer_ids * sizeof *p->ids);
 	} else {
-		p->ids = recipe_default_layers(r->draft_num_hidden_layers, target->layers, &p->g.nids, e);
+		p->ids = recipe_default_layers(r->draft_num_hidden_layers, target->layers,
+					       &p->g.nids, e);
 	}
 	if (!p->ids)
 		return -1;
@@ -178,10 +195,14 @@ static int plan_ids(struct plan *p, const struct recipe *r, const struct target 
 		struct tap tap;
 
 		if (p->ids[i] < -1 || p->ids[i] >= target->layers)
-			return err_refuse(e, "recipe_args.target_layer_ids: layer %lld is outside -1 (the embedding output) to %lld", (long long)p->ids[i],
-					  (long long)target->layers - 1);
+			return err_refuse(e,
+					  "recipe_args.target_layer_ids: layer %lld is outside -1 "
+					  "(the embedding output) to %lld",
+					  (long long)p->ids[i], (long long)target->layers - 1);
 		if (i && p->ids[i] <= p->ids[i - 1])
-			return err_refuse(e, "recipe_args.target_layer_ids: %lld after %lld, but ids must be strictly increasing",
+			return err_refuse(e,
+					  "recipe_args.target_layer_ids: %lld after %lld, but ids "
+					  "must be strictly increasing",
 					  (long long)p->ids[i], (long long)p->ids[i - 1]);
 		if (target->model->tap(target, p->ids[i], &tap, e))
 			return -1;
@@ -189,39 +210,55 @@ static int plan_ids(struct plan *p, const struct recipe *r, const struct target 
 	return 0;
 }
 
-/* The template hash of the manifest: the tokens file's word, held against the recipe's own template where there is one. */
-static int plan_template(const struct tokens *t, const char *template_sha, const char **out, struct err *e)
+/*
+ * The template hash of the manifest: the tokens file's word, held against the recipe's own template
+ * where there is one.
+ */
+static int plan_template(const struct tokens *t, const char *template_sha, const char **out,
+			 struct err *e)
 {
 	*out = t ? t->template_sha256 : template_sha[0] ? template_sha : SHA256_EMPTY;
 	if (t && template_sha[0] && strcmp(template_sha, t->template_sha256))
-		return err_refuse(e, "'%s' was made with another chat template (sha256 %.12s..., the recipe's is %.12s...): run dspark-tokenize again",
+		return err_refuse(e,
+				  "'%s' was made with another chat template (sha256 %.12s..., the "
+				  "recipe's is %.12s...): run dspark-tokenize again",
 				  t->file.path, t->template_sha256, template_sha);
 	return 0;
 }
 
-static json_t *manifest_json(const struct plan *p, const struct recipe *r, const struct target *t, const char *template_sha)
+static json_t *manifest_json(const struct plan *p, const struct recipe *r, const struct target *t,
+			     const char *template_sha)
 {
 	json_t *ids = json_array();
 
 	for (int i = 0; i < p->g.nids; i++)
 		json_array_append_new(ids, json_integer(p->ids[i]));
-	return json_pack("{s:s, s:s, s:i, s:I, s:b, s:b, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:o, s:s, s:s, s:I, s:s, s:s?}",
-		"chat_template_sha256", template_sha, "dtype", dtype_recipe_name(p->g.dtype), "format_version", 1,
-		"hidden_size", (json_int_t)t->hidden, "mask_generation_prompt", r->mask_generation_prompt,
-		"mask_reasoning_content", r->mask_reasoning_content, "num_hidden_layers", (json_int_t)t->layers,
+	return json_pack("{s:s, s:s, s:i, s:I, s:b, s:b, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:o, "
+		"s:s, s:s, s:I, s:s, s:s?}",
+		"chat_template_sha256", template_sha, "dtype", dtype_recipe_name(p->g.dtype),
+		"format_version", 1,
+		"hidden_size", (json_int_t)t->hidden,
+		"mask_generation_prompt", r->mask_generation_prompt,
+		"mask_reasoning_content", r->mask_reasoning_content,
+		"num_hidden_layers", (json_int_t)t->layers,
 		"num_samples", (json_int_t)p->g.rows, "seq_length", (json_int_t)p->g.seq_length,
-		"shard_size", (json_int_t)p->g.shard_size, "shuffle_seed", (json_int_t)r->shuffle_seed,
-		"target_hidden_dim", (json_int_t)(t->hidden * p->g.nids), "target_last_hidden_dim", (json_int_t)t->hidden,
+		"shard_size", (json_int_t)p->g.shard_size,
+		"shuffle_seed", (json_int_t)r->shuffle_seed,
+		"target_hidden_dim", (json_int_t)(t->hidden * p->g.nids),
+		"target_last_hidden_dim", (json_int_t)t->hidden,
 		"target_layer_ids", ids, "target_model", r->target, "target_model_type", t->type,
-		"target_vocab_size", (json_int_t)t->vocab, "train_data_path", r->train_data_path, "train_split", r->train_split);
+		"target_vocab_size", (json_int_t)t->vocab, "train_data_path", r->train_data_path,
+		"train_split", r->train_split);
 }
 
-static int plan_identity(struct plan *p, const struct recipe *r, const struct target *target, const struct tokens *t,
-			 const char *template_sha, struct err *e)
+static int plan_identity(struct plan *p, const struct recipe *r, const struct target *target,
+			 const struct tokens *t, const char *template_sha, struct err *e)
 {
 	p->identity.json = json_pack("{s:o, s:I, s:s, s:s, s:s, s:b, s:s, s:s, s:s, s:s, s:i}",
-		"manifest", manifest_json(p, r, target, template_sha), "pad_token_id", (json_int_t)p->g.pad_token_id,
-		"rows_xxh3_128", t ? t->rows_xxh3 : "", "tokenizer_xxh3_128", t ? t->tokenizer_xxh3 : "",
+		"manifest", manifest_json(p, r, target, template_sha),
+		"pad_token_id", (json_int_t)p->g.pad_token_id,
+		"rows_xxh3_128", t ? t->rows_xxh3 : "",
+		"tokenizer_xxh3_128", t ? t->tokenizer_xxh3 : "",
 		"weights_xxh3_128", p->weights, "target_force_hf", p->force_hf,
 		"compute_dtype", dtype_recipe_name(p->compute), "backend", p->device,
 		"layer_index", "output of decoder layer i, -1 embedding, last after the final norm",
@@ -231,7 +268,7 @@ static int plan_identity(struct plan *p, const struct recipe *r, const struct ta
 	return identity_finish(&p->identity, e);
 }
 
-/* ---- ranges --------------------------------------------------------------------------------------------------------------- */
+/* ---- ranges ---------------------------------------------------------------------------------- */
 
 struct todo {
 	bool *done;			/* [shards] */
@@ -245,7 +282,8 @@ static int64_t shard_tokens(const struct plan *p, const struct tokens *t, int64_
 	return t->offset[first + geometry_shard_rows(&p->g, shard)] - t->offset[first];
 }
 
-static int range_add(struct plan_range *r, size_t *cap, const struct plan *p, const struct tokens *t, int64_t shard, struct err *e)
+static int range_add(struct plan_range *r, size_t *cap, const struct plan *p,
+		     const struct tokens *t, int64_t shard, struct err *e)
 {
 	if (r->nintervals && r->shards[r->nintervals - 1][1] == shard) {
 		r->shards[r->nintervals - 1][1]++;
@@ -262,11 +300,13 @@ static int range_add(struct plan_range *r, size_t *cap, const struct plan *p, co
 }
 
 /*
- * By shards: the reference's partition, left // world shards a rank and one more for the first (left mod world). By tokens: a rank takes shards
- * until the tokens handed out reach its proportional part, so no rank is off by more than half a shard; every rank still gets one where there are enough.
+ * By shards: the reference's partition, left // world shards a rank and one more for the first
+ * (left mod world). By tokens: a rank takes shards until the tokens handed out reach its
+ * proportional part, so no rank is off by more than half a shard; every rank still gets one where
+ * there are enough.
  */
-static bool rank_is_full(const struct todo *d, const struct plan_range *r, int world, enum balance how, int64_t given, int64_t left,
-			 int64_t next, int64_t total)
+static bool rank_is_full(const struct todo *d, const struct plan_range *r, int world,
+			 enum balance how, int64_t given, int64_t left, int64_t next, int64_t total)
 {
 	int64_t after = world - r->rank - 1;
 
@@ -276,10 +316,12 @@ static bool rank_is_full(const struct todo *d, const struct plan_range *r, int w
 		return false;
 	if (left <= after)
 		return r->nshards >= 1;
-	return r->nshards >= 1 && (double)given + (double)next / 2 > (double)total / world * (r->rank + 1);
+	return r->nshards >= 1 &&
+	       (double)given + (double)next / 2 > (double)total / world * (r->rank + 1);
 }
 
-static int plan_ranges(struct plan *p, const struct tokens *t, const struct todo *d, enum balance how, struct err *e)
+static int plan_ranges(struct plan *p, const struct tokens *t, const struct todo *d,
+		       enum balance how, struct err *e)
 {
 	int64_t total = 0, given = 0, left = d->left;
 	int rank = 0;
@@ -299,7 +341,8 @@ static int plan_ranges(struct plan *p, const struct tokens *t, const struct todo
 		if (d->done[s])
 			continue;
 		tokens = shard_tokens(p, t, s);
-		while (rank < p->world - 1 && rank_is_full(d, &p->range[rank], p->world, how, given, left, tokens, total)) {
+		while (rank < p->world - 1 && rank_is_full(d, &p->range[rank], p->world, how, given,
+							   left, tokens, total)) {
 			rank++;
 			cap = 0;
 		}
@@ -319,7 +362,7 @@ static int plan_ranges(struct plan *p, const struct tokens *t, const struct todo
 	return 0;
 }
 
-/* ---- sizes and the directory ------------------------------------------------------------------------------------------------ */
+/* ---- sizes and the directory ----------------------------------------------------------------- */
 
 static uint64_t blocks(uint64_t bytes, uint64_t block)
 {
@@ -327,18 +370,23 @@ static uint64_t blocks(uint64_t bytes, uint64_t block)
 }
 
 /* Exact file sizes, and what will be allocated for everything and for what is still to do. */
-static void plan_sizes(struct plan *p, const struct tokens *t, const struct todo *d, const struct file_space *space, uint64_t *needed)
+static void plan_sizes(struct plan *p, const struct tokens *t, const struct todo *d,
+		       const struct file_space *space, uint64_t *needed)
 {
-	int64_t shards = geometry_shards(&p->g), last = shards ? geometry_shard_rows(&p->g, shards - 1) : 0;
+	int64_t shards = geometry_shards(&p->g),
+		last = shards ? geometry_shard_rows(&p->g, shards - 1) : 0;
 
 	p->shard_bytes = geometry_shard_bytes(&p->g, p->g.shard_size);
 	p->last_shard_bytes = shards ? geometry_shard_bytes(&p->g, last) : 0;
 	p->target_weights_bytes = geometry_target_weights(&p->g);
-	p->total_bytes = p->target_weights_bytes + (shards ? (uint64_t)(shards - 1) * p->shard_bytes + p->last_shard_bytes : 0);
+	p->total_bytes =
+		p->target_weights_bytes +
+		(shards ? (uint64_t)(shards - 1) * p->shard_bytes + p->last_shard_bytes : 0);
 	p->allocated_bytes = blocks(p->target_weights_bytes, space->block) + space->block;
 	*needed = d->left ? p->allocated_bytes : 0;
 	for (int64_t s = 0; s < shards && t; s++) {
-		uint64_t b = geometry_allocated(&p->g, geometry_shard_rows(&p->g, s), shard_tokens(p, t, s), space->block, space->sparse);
+		uint64_t b = geometry_allocated(&p->g, geometry_shard_rows(&p->g, s),
+						shard_tokens(p, t, s), space->block, space->sparse);
 
 		p->allocated_bytes += b;
 		if (!d->done[s])
@@ -346,7 +394,8 @@ static void plan_sizes(struct plan *p, const struct tokens *t, const struct todo
 	}
 }
 
-static int check_space(const struct plan *p, uint64_t needed, uint64_t free_bytes, bool force, struct err *e)
+static int check_space(const struct plan *p, uint64_t needed, uint64_t free_bytes, bool force,
+		       struct err *e)
 {
 	struct text need = TEXT_INIT, have = TEXT_INIT;
 
@@ -355,11 +404,14 @@ static int check_space(const struct plan *p, uint64_t needed, uint64_t free_byte
 	text_bytes(&need, (double)needed);
 	text_bytes(&have, (double)free_bytes);
 	if (force)
-		log_warn("'%s' has %s free, but the cache still needs %s", p->cache_dir, have.s, need.s);
+		log_warn("'%s' has %s free, but the cache still needs %s", p->cache_dir, have.s,
+			 need.s);
 	else
-		err_refuse(e, "'%s' has %s free, but the cache still needs %s (%llu bytes): make room, choose another "
-			   "recipe_args.cache_output_dir, or use -f to go on anyway", p->cache_dir, have.s, need.s,
-			   (unsigned long long)needed);
+		err_refuse(e,
+			   "'%s' has %s free, but the cache still needs %s (%llu bytes): make "
+			   "room, choose another "
+			   "recipe_args.cache_output_dir, or use -f to go on anyway",
+			   p->cache_dir, have.s, need.s, (unsigned long long)needed);
 	text_release(&need);
 	text_release(&have);
 	return force ? 0 : -1;
@@ -376,59 +428,81 @@ static int check_directory(const struct plan *p, const struct cache_state *s, st
 	if (fields.len) {
 		while (fields.len && fields.s[fields.len - 1] == '\n')
 			fields.s[--fields.len] = '\0';
-		rc = err_refuse(e, "'%s' already holds another cache; choose another recipe_args.cache_output_dir or remove it. It differs in:\n%s",
+		rc = err_refuse(e,
+				"'%s' already holds another cache; choose another "
+				"recipe_args.cache_output_dir or remove it. It differs in:\n%s",
 				p->cache_dir, fields.s);
 	} else if (s->foreign) {
-		rc = err_refuse(e, "'%s' holds a cache without dspark.json, made by another program: choose another recipe_args.cache_output_dir "
-				"or remove it", p->cache_dir);
+		rc = err_refuse(e,
+				"'%s' holds a cache without dspark.json, made by another program: "
+				"choose another recipe_args.cache_output_dir "
+				"or remove it",
+				p->cache_dir);
 	}
 	text_release(&fields);
 	return rc;
 }
 
-/* ---- the whole ---------------------------------------------------------------------------------------------------------------- */
+/* ---- the whole ------------------------------------------------------------------------------- */
 
-static int plan_mesh(struct plan *p, const struct recipe *r, const struct target *target, const struct layout_options *o, struct err *e)
+static int plan_mesh(struct plan *p, const struct recipe *r, const struct target *target,
+		     const struct layout_options *o, struct err *e)
 {
 	p->ep = (int)r->ep_size;
 	p->cp = (int)r->cp_size;
 	p->replicate = (int)r->dp_replicate_size;
 	p->world = (int)(o->world ? o->world : r->ep_size);
 	if (p->world % p->ep)
-		return err_refuse(e, "distributed.ep_size is %d, which does not divide a world of %d ranks", p->ep, p->world);
+		return err_refuse(
+			e, "distributed.ep_size is %d, which does not divide a world of %d ranks",
+			p->ep, p->world);
 	if (p->ep > 1 && target->experts && target->experts % p->ep)
-		return err_refuse(e, "distributed.ep_size is %d, which does not divide the target's %lld experts", p->ep,
-				  (long long)target->experts);
+		return err_refuse(e,
+				  "distributed.ep_size is %d, which does not divide the target's "
+				  "%lld experts",
+				  p->ep, (long long)target->experts);
 	if (p->world % p->cp)
-		return err_refuse(e, "distributed.cp_size is %d, which does not divide a world of %d ranks", p->cp, p->world);
+		return err_refuse(
+			e, "distributed.cp_size is %d, which does not divide a world of %d ranks",
+			p->cp, p->world);
 	if (p->cp > 1)
-		return err_refuse(e, "distributed.cp_size is %d: context parallelism is not supported in this version, set it to 1", p->cp);
+		return err_refuse(e,
+				  "distributed.cp_size is %d: context parallelism is not supported "
+				  "in this version, set it to 1",
+				  p->cp);
 	p->sharded = target->sharded;
 	return 0;
 }
 
-static int plan_device(struct plan *p, const struct recipe *r, const struct layout_options *o, struct err *e)
+static int plan_device(struct plan *p, const struct recipe *r, const struct layout_options *o,
+		       struct err *e)
 {
 	bool cuda = !strcmp(o->device, "cuda") ||
-		    (!strcmp(o->device, "auto") && (o->cuda_here || (p->world > 1 && r->backend && !strcmp(r->backend, "nccl"))));
+		    (!strcmp(o->device, "auto") &&
+		     (o->cuda_here || (p->world > 1 && r->backend && !strcmp(r->backend, "nccl"))));
 
 	p->device = mem_strdup(cuda ? "cuda" : "cpu", e);
 	p->compute = o->compute != DT_NONE ? o->compute : cuda ? DT_BF16 : DT_F32;
 	return p->device ? 0 : -1;
 }
 
-static int plan_residency(struct plan *p, const struct target *target, const struct layout_options *o, struct err *e)
+static int plan_residency(struct plan *p, const struct target *target,
+			  const struct layout_options *o, struct err *e)
 {
-	p->residency = o->weights >= 0 ? (enum residency)o->weights : target->sharded ? WEIGHTS_GATHER : WEIGHTS_RESIDENT;
+	p->residency = o->weights >= 0   ? (enum residency)o->weights
+		       : target->sharded ? WEIGHTS_GATHER
+					 : WEIGHTS_RESIDENT;
 	if (p->residency != WEIGHTS_RESIDENT)
-		return err_refuse(e, "--weights %s is not supported in this version (resident is)", residency_name(p->residency));
+		return err_refuse(e, "--weights %s is not supported in this version (resident is)",
+				  residency_name(p->residency));
 	p->window_tokens = o->window_tokens ? o->window_tokens : LAYOUT_WINDOW_TOKENS;
-	p->chunk_tokens = p->window_tokens < LAYOUT_CHUNK_TOKENS ? p->window_tokens : LAYOUT_CHUNK_TOKENS;
+	p->chunk_tokens =
+		p->window_tokens < LAYOUT_CHUNK_TOKENS ? p->window_tokens : LAYOUT_CHUNK_TOKENS;
 	return 0;
 }
 
-static int plan_copy(struct plan *p, const struct recipe *r, const struct tokens *t, const char *tokens_path,
-		     const struct layout_options *o, struct err *e)
+static int plan_copy(struct plan *p, const struct recipe *r, const struct tokens *t,
+		     const char *tokens_path, const struct layout_options *o, struct err *e)
 {
 	p->version = PLAN_VERSION;
 	p->force_hf = r->target_force_hf;
@@ -447,7 +521,8 @@ static int plan_copy(struct plan *p, const struct recipe *r, const struct tokens
 	return p->target_dir && p->cache_dir && p->balance && (p->tokens || !tokens_path) ? 0 : -1;
 }
 
-static int plan_target_facts(struct plan *p, const struct recipe *r, struct target *target, const struct checkpoint *c, struct err *e)
+static int plan_target_facts(struct plan *p, const struct recipe *r, struct target *target,
+			     const struct checkpoint *c, struct err *e)
 {
 	char derived[DIGEST_HEX] = "";
 
@@ -455,19 +530,23 @@ static int plan_target_facts(struct plan *p, const struct recipe *r, struct targ
 	p->g.hidden = target->hidden;
 	p->g.vocab = target->vocab;
 	if (target->max_positions && r->seq_length > target->max_positions)
-		return err_refuse(e, "recipe_args.seq_length is %lld, but the target ends at %lld positions", (long long)r->seq_length,
-				  (long long)target->max_positions);
+		return err_refuse(
+			e, "recipe_args.seq_length is %lld, but the target ends at %lld positions",
+			(long long)r->seq_length, (long long)target->max_positions);
 	if (plan_ids(p, r, target, e) || geometry_check(&p->g, "the recipe's cache", e))
 		return -1;
-	if (!c->partial && (checkpoint_identity(c, p->weights, e) || stage_derived(derived, target, c->dir, e)))
+	if (!c->partial &&
+	    (checkpoint_identity(c, p->weights, e) || stage_derived(derived, target, c->dir, e)))
 		return -1;
-	stage_key(p->stage_key, p->weights, &(struct stage_mesh){ p->world, p->ep, p->replicate, p->sharded }, p->target_layers,
-		  p->force_hf, derived);
+	stage_key(p->stage_key, p->weights,
+		  &(struct stage_mesh){ p->world, p->ep, p->replicate, p->sharded },
+		  p->target_layers, p->force_hf, derived);
 	return 0;
 }
 
 /* With the directory known: what is left, how the ranks share it, how big it becomes. */
-static int plan_work(struct plan *p, const struct tokens *t, const struct layout_options *o, struct err *e)
+static int plan_work(struct plan *p, const struct tokens *t, const struct layout_options *o,
+		     struct err *e)
 {
 	struct todo d = { .shards = geometry_shards(&p->g) };
 	struct cache_state state = { 0 };
@@ -478,7 +557,8 @@ static int plan_work(struct plan *p, const struct tokens *t, const struct layout
 
 	d.done = mem_calloc((size_t)d.shards, sizeof *d.done, e);
 	if (!d.done || cache_inspect(&state, p->cache_dir, e) || check_directory(p, &state, e) ||
-	    cache_done(p->cache_dir, &p->g, p->identity.digest, d.done, &done, e) || file_space(p->cache_dir, &space, e))
+	    cache_done(p->cache_dir, &p->g, p->identity.digest, d.done, &done, e) ||
+	    file_space(p->cache_dir, &space, e))
 		goto out;
 	d.left = d.shards - done;
 	plan_sizes(p, t, &d, &space, &needed);
@@ -491,21 +571,25 @@ out:
 	return rc;
 }
 
-int layout_plan(struct plan *p, const struct recipe *r, struct target *target, const struct checkpoint *c, const struct tokens *t,
-		const char *tokens_path, const char *template_sha, const struct layout_options *o, struct err *e)
+int layout_plan(struct plan *p, const struct recipe *r, struct target *target,
+		const struct checkpoint *c, const struct tokens *t, const char *tokens_path,
+		const char *template_sha, const struct layout_options *o, struct err *e)
 {
 	const char *sha;
 
 	memset(p, 0, sizeof *p);
 	p->runnable = t && !c->partial;
-	if (plan_copy(p, r, t, tokens_path, o, e) || plan_mesh(p, r, target, o, e) || plan_device(p, r, o, e) ||
-	    plan_residency(p, target, o, e) || plan_target_facts(p, r, target, c, e))
+	if (plan_copy(p, r, t, tokens_path, o, e) || plan_mesh(p, r, target, o, e) ||
+	    plan_device(p, r, o, e) || plan_residency(p, target, o, e) ||
+	    plan_target_facts(p, r, target, c, e))
 		goto bad;
-	if (t && (tokens_match(t, r, e) || plan_template(t, template_sha, &sha, e) || tokens_verify(t, target->vocab, e)))
+	if (t && (tokens_match(t, r, e) || plan_template(t, template_sha, &sha, e) ||
+		  tokens_verify(t, target->vocab, e)))
 		goto bad;
 	if (!t && plan_template(NULL, template_sha, &sha, e))
 		goto bad;
-	if (plan_memory(p, target, c, t, o->memory, o->force, e) || plan_identity(p, r, target, t, sha, e) || plan_work(p, t, o, e))
+	if (plan_memory(p, target, c, t, o->memory, o->force, e) ||
+	    plan_identity(p, r, target, t, sha, e) || plan_work(p, t, o, e))
 		goto bad;
 	return 0;
 bad:
@@ -530,9 +614,12 @@ json_t *layout_host(const struct plan *p, const struct recipe *r, struct err *e)
 	done = geometry_shards(&p->g);
 	for (int i = 0; p->range && i < p->world; i++)
 		done -= p->range[i].nshards;
-	host = json_pack("{s:s, s:s, s:s, s:s?, s:I, s:I, s:I, s:b}", "record", "host", "cwd", cwd, "host", name,
-		"target_dir", strcmp(r->target, r->target_dir) ? r->target_dir : NULL, "free_bytes", (json_int_t)space.free,
-		"block_bytes", (json_int_t)space.block, "shards_present", (json_int_t)(p->range ? done : 0), "sparse", space.sparse);
+	host = json_pack("{s:s, s:s, s:s, s:s?, s:I, s:I, s:I, s:b}",
+		"record", "host", "cwd", cwd, "host", name,
+		"target_dir", strcmp(r->target, r->target_dir) ? r->target_dir : NULL,
+		"free_bytes", (json_int_t)space.free,
+		"block_bytes", (json_int_t)space.block,
+		"shards_present", (json_int_t)(p->range ? done : 0), "sparse", space.sparse);
 	if (!host)
 		err_fail(e, "out of memory, or a path is not valid UTF-8");
 	return host;

@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * layout: recipe + target + rows -> plan. All arithmetic of dspark-plan: captured ids, identity, file sizes, memory of a rank, ranges.
+ * layout: recipe + target + rows -> plan. All arithmetic of dspark-plan: captured ids, identity,
+ * file sizes, memory of a rank, ranges.
  *
- * Memory is not estimated by formulas that could drift from the models: weights are summed over the model's own walk, and scratch is what the
- * model's own layers ask for when they run on a device whose verbs do nothing.
+ * Memory is not estimated by formulas that could drift from the models: weights are summed over the
+ * model's own walk, and scratch is what the model's own layers ask for when they run on a device
+ * whose verbs do nothing.
  */
 #ifndef DSPARK_LAYOUT_H
 #define DSPARK_LAYOUT_H
@@ -37,21 +39,34 @@ struct layout_options {
 };
 
 /*
- * Fills p. `t` NULL or a partial checkpoint gives an estimate. `tokens_path` is as the user wrote it. `template_sha` is the recipe's own template's, ""
- * where none can be found. Refuses everything that can be refused from these (DESIGN section 1, dspark-plan); a cache_output_dir that holds another cache is
- * refused with all differing fields.
+ * Fills p. `t` NULL or a partial checkpoint gives an estimate. `tokens_path` is as the user wrote
+ * it. `template_sha` is the recipe's own template's, "" where none can be found. Refuses everything
+ * that can be refused from these (DESIGN section 1, dspark-plan); a cache_output_dir that holds
+ * another cache is refused with all differing fields.
  */
-int layout_plan(struct plan *p, const struct recipe *r, struct target *target, const struct checkpoint *c, const struct tokens *t,
-		const char *tokens_path, const char *template_sha, const struct layout_options *o, struct err *e);
+int layout_plan(struct plan *p, const struct recipe *r, struct target *target,
+		const struct checkpoint *c, const struct tokens *t, const char *tokens_path,
+		const char *template_sha, const struct layout_options *o, struct err *e);
 
-/* The `host` record: cwd, host name, free bytes, shards present. Call after layout_plan. New reference or NULL. */
+/*
+ * The `host` record: cwd, host name, free bytes, shards present. Call after layout_plan. New
+ * reference or NULL.
+ */
 json_t *layout_host(const struct plan *p, const struct recipe *r, struct err *e);
 
-/* Bytes of the weights that every rank of a replicated target keeps in device memory (EXPORT not counted), over the walk. */
-int layout_weight_bytes(struct target *t, const struct catalogue *c, enum dtype compute, uint64_t *bytes, struct err *e);
+/*
+ * Bytes of the weights that every rank of a replicated target keeps in device memory (EXPORT not
+ * counted), over the walk.
+ */
+int layout_weight_bytes(struct target *t, const struct catalogue *c, enum dtype compute,
+			uint64_t *bytes, struct err *e);
 
-/* Scratch a chunk of `tokens` tokens needs at most in any unit, captures of `ids` included. After layout_weight_bytes, which describes the weights. */
-uint64_t layout_scratch_bytes(struct target *t, const int64_t *ids, int nids, enum dtype compute, int64_t tokens);
+/*
+ * Scratch a chunk of `tokens` tokens needs at most in any unit, captures of `ids` included. After
+ * layout_weight_bytes, which describes the weights.
+ */
+uint64_t layout_scratch_bytes(struct target *t, const int64_t *ids, int nids, enum dtype compute,
+			      int64_t tokens);
 
 /* Bytes of all carry arrays of a window of `tokens` tokens. */
 uint64_t layout_carry_bytes(const struct target *t, enum dtype compute, int64_t tokens);

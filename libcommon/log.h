@@ -17,7 +17,8 @@ void log_level(int level);		/* -1 quiet (errors only), 0 normal, 1 verbose */
 int log_verbosity(void);
 
 void log_error(const char *fmt, ...) __attribute__((format(printf, 1, 2)));
-void log_warn(const char *fmt, ...) __attribute__((format(printf, 1, 2)));	/* "warning: ..."; not with -q */
+/* "warning: ..."; not with -q */
+void log_warn(const char *fmt, ...) __attribute__((format(printf, 1, 2)));
 void log_info(const char *fmt, ...) __attribute__((format(printf, 1, 2)));	/* not with -q */
 void log_debug(const char *fmt, ...) __attribute__((format(printf, 1, 2)));	/* only with -v */
 

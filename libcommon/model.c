@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The machinery around models: choosing the family, building specs, finding their tensors. Knows no family by name but the one it must refuse. */
+/*
+ * The machinery around models: choosing the family, building specs, finding their tensors. Knows no
+ * family by name but the one it must refuse.
+ */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
 #endif
@@ -28,18 +31,24 @@ static int refuse_type(const char *dir, const char *type, struct err *e)
 	struct text known = TEXT_INIT;
 
 	if (!strncmp(type, "minimax_m3", strlen("minimax_m3")))
-		return err_refuse(e, "target '%s' is MiniMax M3 (model_type '%s'), a multimodal model: the cache is text-only; "
-				  "choose a text target", dir, type);
+		return err_refuse(e,
+				  "target '%s' is MiniMax M3 (model_type '%s'), a multimodal "
+				  "model: the cache is text-only; "
+				  "choose a text target",
+				  dir, type);
 	for (const struct model *const *m = models; *m; m++)
 		for (const char *const *t = (*m)->types; *t; t++)
 			text_printf(&known, "%s%s", known.len ? ", " : "", *t);
-	err_refuse(e, "target '%s' has model_type '%s', which this version does not support (it supports %s)", dir, type,
-		   known.s ? known.s : "none");
+	err_refuse(e,
+		   "target '%s' has model_type '%s', which this version does not support (it "
+		   "supports %s)",
+		   dir, type, known.s ? known.s : "none");
 	text_release(&known);
 	return -1;
 }
 
-int target_open(struct target *t, const char *dir, const json_t *config, const struct target_options *o, struct err *e)
+int target_open(struct target *t, const char *dir, const json_t *config,
+		const struct target_options *o, struct err *e)
 {
 	const char *type;
 
@@ -66,7 +75,7 @@ void target_release(struct target *t)
 	memset(t, 0, sizeof *t);
 }
 
-/* ---- specs ---------------------------------------------------------------------------------------------------------- */
+/* ---- specs ----------------------------------------------------------------------------------- */
 
 static void part_vadd(struct weight_spec *s, int64_t rows, const char *fmt, va_list ap)
 {
@@ -86,12 +95,19 @@ void weight_part_add(struct weight_spec *s, int64_t rows, const char *fmt, ...)
 	s->rows += rows;
 }
 
-struct weight_spec weight_matrix(struct weight *field, enum unit_kind unit, int layer, int64_t rows, int64_t cols,
-				 const char *fmt, ...)
+struct weight_spec weight_matrix(struct weight *field, enum unit_kind unit, int layer, int64_t rows,
+				 int64_t cols, const char *fmt, ...)
 {
 	struct weight_spec s = {
-		.field = field, .unit = unit, .layer = layer, .count = 1, .rows = rows, .cols = cols,
-		.use = USE_PRODUCT, .kind = WEIGHT_BULK, .shard = SHARD_ROWS,
+		.field = field,
+		.unit = unit,
+		.layer = layer,
+		.count = 1,
+		.rows = rows,
+		.cols = cols,
+		.use = USE_PRODUCT,
+		.kind = WEIGHT_BULK,
+		.shard = SHARD_ROWS,
 	};
 	va_list ap;
 
@@ -101,11 +117,20 @@ struct weight_spec weight_matrix(struct weight *field, enum unit_kind unit, int 
 	return s;
 }
 
-struct weight_spec weight_vector(struct weight *field, enum unit_kind unit, int layer, int64_t n, const char *fmt, ...)
+struct weight_spec weight_vector(struct weight *field, enum unit_kind unit, int layer, int64_t n,
+				 const char *fmt, ...)
 {
 	struct weight_spec s = {
-		.field = field, .unit = unit, .layer = layer, .count = 1, .rows = n, .cols = 1, .vector = true,
-		.use = USE_VECTOR, .kind = WEIGHT_BULK, .shard = SHARD_ROWS,
+		.field = field,
+		.unit = unit,
+		.layer = layer,
+		.count = 1,
+		.rows = n,
+		.cols = 1,
+		.vector = true,
+		.use = USE_VECTOR,
+		.kind = WEIGHT_BULK,
+		.shard = SHARD_ROWS,
 	};
 	va_list ap;
 
@@ -115,7 +140,7 @@ struct weight_spec weight_vector(struct weight *field, enum unit_kind unit, int 
 	return s;
 }
 
-/* ---- finding tensors ------------------------------------------------------------------------------------------------ */
+/* ---- finding tensors ------------------------------------------------------------------------- */
 
 struct resolver {
 	const struct weight_spec *spec;
@@ -132,7 +157,8 @@ static int expand(char out[WEIGHT_NAME + 16], const char *name, int64_t expert)
 
 	if (!at)
 		return snprintf(out, WEIGHT_NAME + 16, "%s", name);
-	return snprintf(out, WEIGHT_NAME + 16, "%.*s%lld%s", (int)(at - name), name, (long long)expert, at + 3);
+	return snprintf(out, WEIGHT_NAME + 16, "%.*s%lld%s", (int)(at - name), name,
+			(long long)expert, at + 3);
 }
 
 static void shape_text(struct text *out, const int64_t *shape, int n)
@@ -143,20 +169,24 @@ static void shape_text(struct text *out, const int64_t *shape, int n)
 	text_add(out, "]");
 }
 
-static int wrong_shape(const struct resolver *r, const struct entry *t, const int64_t *want, int n, struct err *e)
+static int wrong_shape(const struct resolver *r, const struct entry *t, const int64_t *want, int n,
+		       struct err *e)
 {
 	struct text have = TEXT_INIT, need = TEXT_INIT;
 
 	shape_text(&have, t->shape, t->ndim);
 	shape_text(&need, want, n);
-	err_refuse(e, "tensor '%s' of '%s' has shape %s, but config.json asks for %s", t->name, r->catalogue->path,
-		   have.s ? have.s : "?", need.s ? need.s : "?");
+	err_refuse(e, "tensor '%s' of '%s' has shape %s, but config.json asks for %s", t->name,
+		   r->catalogue->path, have.s ? have.s : "?", need.s ? need.s : "?");
 	text_release(&have);
 	text_release(&need);
 	return -1;
 }
 
-/* Does the shape begin with `want` and have `cols` elements in what follows? Sizes of 1 among the columns are free ([n,1,4] is [n,4]). */
+/*
+ * Does the shape begin with `want` and have `cols` elements in what follows? Sizes of 1 among the
+ * columns are free ([n,1,4] is [n,4]).
+ */
 static bool has_shape(const struct entry *t, const int64_t *want, int n, int64_t cols, bool vector)
 {
 	int64_t rest = 1;
@@ -172,12 +202,15 @@ static bool has_shape(const struct entry *t, const int64_t *want, int n, int64_t
 }
 
 /* A part is [rows, cols]; a fused tensor [count, rows, cols] or [count * rows, cols]. */
-static int check_shape(const struct resolver *r, const struct entry *t, bool fused, int64_t rows, struct err *e)
+static int check_shape(const struct resolver *r, const struct entry *t, bool fused, int64_t rows,
+		       struct err *e)
 {
 	const struct weight_spec *s = r->spec;
-	int64_t flat[2] = { fused ? s->count * rows : rows, s->cols }, stack[3] = { s->count, rows, s->cols };
+	int64_t flat[2] = { fused ? s->count * rows : rows, s->cols },
+		stack[3] = { s->count, rows, s->cols };
 
-	if (t->ndim < 0 || has_shape(t, flat, 1, s->cols, s->vector) || (fused && has_shape(t, stack, 2, s->cols, s->vector)))
+	if (t->ndim < 0 || has_shape(t, flat, 1, s->cols, s->vector) ||
+	    (fused && has_shape(t, stack, 2, s->cols, s->vector)))
 		return 0;
 	if (fused && s->count > 1)
 		return wrong_shape(r, t, stack, s->vector ? 2 : 3, e);
@@ -191,29 +224,38 @@ static int check_dtype(const struct resolver *r, const struct entry *t, struct e
 
 	if (t->ndim < 0)
 		return 0;
-	if (raw ? t->dtype == DT_I64 || t->dtype == DT_I32 : t->dtype == DT_F32 || t->dtype == DT_BF16 || t->dtype == DT_F16) {
+	if (raw ? t->dtype == DT_I64 || t->dtype == DT_I32
+		: t->dtype == DT_F32 || t->dtype == DT_BF16 || t->dtype == DT_F16) {
 		if (*stored == DT_NONE)
 			*stored = t->dtype;
 		else if (*stored != t->dtype)
 			*stored = raw ? DT_I64 : DT_F32;
 		return 0;
 	}
-	if (t->dtype == DT_F8_E4M3 || t->dtype == DT_F8_E5M2 || t->dtype == DT_I8 || t->dtype == DT_U8)
-		return err_refuse(e, "tensor '%s' of '%s' is stored as %s: packed (quantised) weights are not supported in this version; "
-				  "use the BF16 checkpoint", t->name, r->catalogue->path, dtype_name(t->dtype));
-	return err_refuse(e, "tensor '%s' of '%s' is stored as %s, which cannot be a %s weight", t->name, r->catalogue->path,
-			  dtype_name(t->dtype), raw ? "integer" : "floating-point");
+	if (t->dtype == DT_F8_E4M3 || t->dtype == DT_F8_E5M2 || t->dtype == DT_I8 ||
+	    t->dtype == DT_U8)
+		return err_refuse(e,
+				  "tensor '%s' of '%s' is stored as %s: packed (quantised) weights "
+				  "are not supported in this version; "
+				  "use the BF16 checkpoint",
+				  t->name, r->catalogue->path, dtype_name(t->dtype));
+	return err_refuse(e, "tensor '%s' of '%s' is stored as %s, which cannot be a %s weight",
+			  t->name, r->catalogue->path, dtype_name(t->dtype),
+			  raw ? "integer" : "floating-point");
 }
 
-static int give(const struct resolver *r, const struct entry *t, int64_t index, int64_t row0, int64_t rows, int64_t from,
-		struct err *e)
+static int give(const struct resolver *r, const struct entry *t, int64_t index, int64_t row0,
+		int64_t rows, int64_t from, struct err *e)
 {
-	struct weight_source src = { .entry = t, .index = index, .row0 = row0, .rows = rows, .from = from };
+	struct weight_source src = {
+		.entry = t, .index = index, .row0 = row0, .rows = rows, .from = from
+	};
 
 	return r->each ? r->each(r->ctx, &src, e) : 0;
 }
 
-static const struct entry *find_part(const struct resolver *r, const struct weight_part *p, int64_t index, char name[])
+static const struct entry *find_part(const struct resolver *r, const struct weight_part *p,
+				     int64_t index, char name[])
 {
 	const struct entry *t;
 	char alt[WEIGHT_NAME + 16];
@@ -231,7 +273,8 @@ static int missing(const struct resolver *r, const char *name, struct err *e)
 	return err_refuse(e, "tensor '%s' is missing from '%s'", name, r->catalogue->path);
 }
 
-static int resolve_part(struct resolver *r, const struct weight_part *p, int64_t index, int64_t row0, struct err *e)
+static int resolve_part(struct resolver *r, const struct weight_part *p, int64_t index,
+			int64_t row0, struct err *e)
 {
 	char name[WEIGHT_NAME + 16];
 	const struct entry *t = find_part(r, p, index, name);
@@ -243,7 +286,10 @@ static int resolve_part(struct resolver *r, const struct weight_part *p, int64_t
 		return missing(r, name, e);
 	}
 	if (r->spec->optional && r->absent && !r->catalogue->partial)
-		return err_refuse(e, "tensor '%s' of '%s' stands alone: others of the same weight are missing", name, r->catalogue->path);
+		return err_refuse(
+			e,
+			"tensor '%s' of '%s' stands alone: others of the same weight are missing",
+			name, r->catalogue->path);
 	r->found++;
 	if (check_shape(r, t, false, p->rows, e) || check_dtype(r, t, e))
 		return -1;
@@ -276,14 +322,19 @@ static int resolve_parts(struct resolver *r, struct err *e)
 	return 0;
 }
 
-/* An estimate takes what it cannot see for what is published: BF16, but FP32 and integer weights as they must be. */
+/*
+ * An estimate takes what it cannot see for what is published: BF16, but FP32 and integer weights as
+ * they must be.
+ */
 static enum dtype usual_dtype(const struct weight_spec *s)
 {
 	return s->kind == WEIGHT_RAW ? DT_I64 : s->kind == WEIGHT_FP32 ? DT_F32 : DT_BF16;
 }
 
-int weight_resolve(const struct weight_spec *s, const struct catalogue *c, struct weight_storage *out,
-		   int (*each)(void *ctx, const struct weight_source *src, struct err *e), void *ctx, struct err *e)
+int weight_resolve(const struct weight_spec *s, const struct catalogue *c,
+		   struct weight_storage *out,
+		   int (*each)(void *ctx, const struct weight_source *src, struct err *e),
+		   void *ctx, struct err *e)
 {
 	struct resolver r = { s, c, out, 0, 0, each, ctx };
 	const struct entry *fused = s->fused[0] ? c->find(c, s->fused) : NULL;
@@ -306,31 +357,35 @@ int weight_resolve(const struct weight_spec *s, const struct catalogue *c, struc
 	return 0;
 }
 
-/* ---- carry ---------------------------------------------------------------------------------------------------------- */
+/* ---- carry ----------------------------------------------------------------------------------- */
 
 uint64_t carry_bytes(const struct carry_spec *s, int64_t tokens, enum dtype compute)
 {
-	return ((uint64_t)tokens / (uint64_t)s->ratio + 1) * (uint64_t)s->width * dtype_size(s->dtype == DT_NONE ? compute : s->dtype);
+	return ((uint64_t)tokens / (uint64_t)s->ratio + 1) * (uint64_t)s->width *
+	       dtype_size(s->dtype == DT_NONE ? compute : s->dtype);
 }
 
 /*
- * Entry rows of a chunk that begins at `begin` start at ceil(begin / ratio): the pieces before it hold at most floor(begin / ratio) whole groups, so
- * views of neighbouring chunks never overlap.
+ * Entry rows of a chunk that begins at `begin` start at ceil(begin / ratio): the pieces before it
+ * hold at most floor(begin / ratio) whole groups, so views of neighbouring chunks never overlap.
  */
-struct tensor carry_view(const struct carry_spec *s, void *base, int64_t begin, int64_t tokens, enum dtype compute)
+struct tensor carry_view(const struct carry_spec *s, void *base, int64_t begin, int64_t tokens,
+			 enum dtype compute)
 {
-	struct tensor all = { base, s->dtype == DT_NONE ? compute : s->dtype, tokens / s->ratio, s->width, s->width };
+	struct tensor all = { base, s->dtype == DT_NONE ? compute : s->dtype, tokens / s->ratio,
+			      s->width, s->width };
 
 	return tensor_rows(all, (begin + s->ratio - 1) / s->ratio, tokens / s->ratio);
 }
 
 struct tensor chunk_keys(struct chunk *c, struct tensor x)
 {
-	(void)c;	/* plans with cp_size > 1 are refused in this version: a chunk is whole rows */
+	/* plans with cp_size > 1 are refused in this version: a chunk is whole rows */
+	(void)c;
 	return x;
 }
 
-/* ---- scratch -------------------------------------------------------------------------------------------------------- */
+/* ---- scratch --------------------------------------------------------------------------------- */
 
 struct tensor scratch(struct chunk *c, enum dtype dtype, int64_t rows, int64_t cols)
 {
@@ -340,9 +395,14 @@ struct tensor scratch(struct chunk *c, enum dtype dtype, int64_t rows, int64_t c
 
 	if (a->base) {
 		if (a->used + bytes > a->size) {
-			err_fail(&c->dev->err, "a chunk of %lld tokens needs more scratch memory than the %llu bytes planned",
+			err_fail(&c->dev->err,
+				 "a chunk of %lld tokens needs more scratch memory than the %llu "
+				 "bytes planned",
 				 (long long)c->tokens, (unsigned long long)a->size);
-			t.p = a->base;	/* verbs may touch what lies there until the failure is seen: never outside */
+			/*
+			 * verbs may touch what lies there until the failure is seen: never outside
+			 */
+			t.p = a->base;
 			t.rows = 0;
 			return t;
 		}

@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * pack: see pack.h for the layout. Loops over 64 elements have constant counts, so that compilers vectorise them.
+ * pack: see pack.h for the layout. Loops over 64 elements have constant counts, so that compilers
+ * vectorise them.
  *
- * Why this layout: 32 MiB of normal numbers (sigma 0.02) in bf16, blocks of 256 KiB, one core of a shared virtual machine
- * (gcc 12 -O2, lz4 1.9.4); size relative to the original, GB/s of original bytes packed and unpacked:
+ * Why this layout: 32 MiB of normal numbers (sigma 0.02) in bf16, blocks of 256 KiB, one core of a
+ * shared virtual machine (gcc 12 -O2, lz4 1.9.4); size relative to the original, GB/s of original
+ * bytes packed and unpacked:
  *
  *	LZ4 on the bytes as they are			1.000	  -	  -
  *	two byte planes, LZ4				0.844	0.61	2.9
@@ -13,9 +15,9 @@
  *	bit planes of the exponent, LZ4			0.755	  -	  -	(HC 9: 0.754)
  *	bit planes of base - exponent, LZ4 (this one)	0.714	0.83	2.1
  *
- * The entropy of such numbers is 0.654. Blocks of 64 KiB cost byte planes 2 %, these none; 1 MiB gains nothing and leaves
- * the cache. Others by this layout: f16 0.900, f32 0.857, f32 that holds bf16 values 0.360, f8_e4m3 0.915, bytes of
- * E8M0 scales 0.25, uniform bytes 1.0002.
+ * The entropy of such numbers is 0.654. Blocks of 64 KiB cost byte planes 2 %, these none; 1 MiB
+ * gains nothing and leaves the cache. Others by this layout: f16 0.900, f32 0.857, f32 that holds
+ * bf16 values 0.360, f8_e4m3 0.915, bytes of E8M0 scales 0.25, uniform bytes 1.0002.
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
@@ -74,12 +76,15 @@ static uint32_t get32(const uint8_t *p)
 	return p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
 }
 
-/* ---- one group of 64 elements ---------------------------------------------------------------------------------------- */
+/* ---- one group of 64 elements ---------------------------------------------------------------- */
 
-/* Each byte lane of the eight words is an 8x8 matrix of bits; all are transposed. Its own inverse. */
+/*
+ * Each byte lane of the eight words is an 8x8 matrix of bits; all are transposed. Its own inverse.
+ */
 static void transpose(uint64_t x[8])
 {
-	static const uint64_t mask[] = { 0x0f0f0f0f0f0f0f0f, 0x3333333333333333, 0x5555555555555555 };
+	static const uint64_t mask[] = { 0x0f0f0f0f0f0f0f0f, 0x3333333333333333,
+					 0x5555555555555555 };
 	int s, step, i;
 
 	for (step = 0, s = 4; s; step++, s >>= 1)
@@ -144,7 +149,8 @@ static void split_group(uint8_t c[GROUP], uint8_t *rest, size_t m, const uint8_t
 	}
 }
 
-static void join_group(uint8_t *dst, const uint8_t c[GROUP], const uint8_t *const rest[PARTS_MAX], size_t at, enum kind k)
+static void join_group(uint8_t *dst, const uint8_t c[GROUP], const uint8_t *const rest[PARTS_MAX],
+		       size_t at, enum kind k)
 {
 	const uint8_t *a = rest[0] + at, *b = rest[1] + at, *d = rest[2] + at;
 	uint16_t h[GROUP];
@@ -168,7 +174,8 @@ static void join_group(uint8_t *dst, const uint8_t c[GROUP], const uint8_t *cons
 		break;
 	case KIND_F32:
 		for (i = 0; i < GROUP; i++)
-			w[i] = (uint32_t)c[i] << 23 | (a[i] & 0x7fu) << 16 | (a[i] & 0x80u) << 24 | (uint32_t)b[i] << 8 | d[i];
+			w[i] = (uint32_t)c[i] << 23 | (a[i] & 0x7fu) << 16 | (a[i] & 0x80u) << 24 |
+			       (uint32_t)b[i] << 8 | d[i];
 		memcpy(dst, w, sizeof w);
 		break;
 	default:
@@ -176,11 +183,12 @@ static void join_group(uint8_t *dst, const uint8_t c[GROUP], const uint8_t *cons
 	}
 }
 
-/* ---- the base -------------------------------------------------------------------------------------------------------- */
+/* ---- the base -------------------------------------------------------------------------------- */
 
 /*
- * The base under which k low planes catch most values, k itself small: a value outside of [0, 2^k) below the base costs LZ4
- * about 4 bytes in the planes above, which at worst stay as they are. Cost in 1/1024 bits an element.
+ * The base under which k low planes catch most values, k itself small: a value outside of [0, 2^k)
+ * below the base costs LZ4 about 4 bytes in the planes above, which at worst stay as they are. Cost
+ * in 1/1024 bits an element.
  */
 static uint8_t best_base(const uint32_t count[256], uint32_t m)
 {
@@ -192,7 +200,8 @@ static uint8_t best_base(const uint32_t count[256], uint32_t m)
 	for (base = 0; base < 256; base++)
 		for (k = 0; k <= 8; k++) {
 			uint32_t out = m - (sum[base + 257] - sum[base + 257 - (1 << k)]);
-			uint32_t sparse = (uint32_t)((uint64_t)out * 32 * 1024 / m), dense = (uint32_t)(8 - k) * 1024;
+			uint32_t sparse = (uint32_t)((uint64_t)out * 32 * 1024 / m),
+				 dense = (uint32_t)(8 - k) * 1024;
 			uint32_t cost = (uint32_t)k * 1024 + (sparse < dense ? sparse : dense);
 
 			if (cost < best) {
@@ -203,18 +212,24 @@ static uint8_t best_base(const uint32_t count[256], uint32_t m)
 	return (uint8_t)found;
 }
 
-/* ---- a block --------------------------------------------------------------------------------------------------------- */
+/* ---- a block --------------------------------------------------------------------------------- */
 
 size_t pack_bound(size_t n)
 {
 	return HEAD(1) + n + HASH;
 }
 
-/* One part through LZ4 into at most `room` bytes, or as it is. Returns its length, 0 if even that has no room. */
+/*
+ * One part through LZ4 into at most `room` bytes, or as it is. Returns its length, 0 if even that
+ * has no room.
+ */
 static size_t put_part(uint8_t *dst, size_t room, uint8_t *length, const uint8_t *src, size_t n)
 {
-	size_t most = n - n / 32 < room ? n - n / 32 : room;	/* a gain below 3 % is not worth the decoding */
-	int got = n && most ? LZ4_compress_default((const char *)src, (char *)dst, (int)n, (int)most) : 0;
+	/* a gain below 3 % is not worth the decoding */
+	size_t most = n - n / 32 < room ? n - n / 32 : room;
+	int got = n && most
+			  ? LZ4_compress_default((const char *)src, (char *)dst, (int)n, (int)most)
+			  : 0;
 
 	if (got > 0) {
 		put32(length, (uint32_t)got);
@@ -284,7 +299,8 @@ size_t pack_block(void *dst_, const void *src_, size_t n, enum dtype d, void *sc
 	to_planes(planes, c, m, dst[1]);
 	for (p = 0, at = HEAD(parts); p < parts; p++) {
 		size_t room = n + HEAD(1) - at < m ? n + HEAD(1) - at : m;
-		size_t got = put_part(dst + at, room, dst + 4 + 4 * p, p ? rest + (size_t)(p - 1) * m : planes, m);
+		size_t got = put_part(dst + at, room, dst + 4 + 4 * p,
+				      p ? rest + (size_t)(p - 1) * m : planes, m);
 
 		if (!got)
 			return pack_raw(dst, src, n);
@@ -306,9 +322,12 @@ int pack_check(const void *src, size_t len)
 	return memcmp((const char *)src + len - HASH, hex, HASH) ? -1 : 0;
 }
 
-/* The parts of a block, m bytes each, unpacked to scratch or where they lie. Returns the bytes behind them, NULL if damaged. */
-static const uint8_t *get_parts(const uint8_t *part[PARTS_MAX], const uint8_t *src, const uint8_t *end, int parts, size_t m,
-				uint8_t *scratch)
+/*
+ * The parts of a block, m bytes each, unpacked to scratch or where they lie. Returns the bytes
+ * behind them, NULL if damaged.
+ */
+static const uint8_t *get_parts(const uint8_t *part[PARTS_MAX], const uint8_t *src,
+				const uint8_t *end, int parts, size_t m, uint8_t *scratch)
 {
 	const uint8_t *at = src + HEAD(parts);
 	int p;
@@ -324,7 +343,8 @@ static const uint8_t *get_parts(const uint8_t *part[PARTS_MAX], const uint8_t *s
 				return NULL;
 			part[p] = at;
 		} else {
-			if (LZ4_decompress_safe((const char *)at, (char *)scratch, (int)n, (int)m) != (int)m)
+			if (LZ4_decompress_safe((const char *)at, (char *)scratch, (int)n,
+						(int)m) != (int)m)
 				return NULL;
 			part[p] = scratch;
 			scratch += m;
@@ -334,7 +354,8 @@ static const uint8_t *get_parts(const uint8_t *part[PARTS_MAX], const uint8_t *s
 	return at;
 }
 
-static void from_planes(uint8_t *dst, const uint8_t *const part[PARTS_MAX], size_t m, uint8_t base, enum kind kind)
+static void from_planes(uint8_t *dst, const uint8_t *const part[PARTS_MAX], size_t m, uint8_t base,
+			enum kind kind)
 {
 	const uint8_t *const rest[PARTS_MAX] = { part[1], part[2], part[3] };
 	size_t g;
@@ -361,10 +382,12 @@ int pack_unpack(void *dst_, size_t n, const void *src_, size_t len, void *scratc
 	size_t m, body;
 	int i;
 
-	if (n > PACK_BLOCK || pack_check(src, len) || src[0] >= KINDS || src[2] != width[src[0]] || end < src + HEAD(src[2]))
+	if (n > PACK_BLOCK || pack_check(src, len) || src[0] >= KINDS || src[2] != width[src[0]] ||
+	    end < src + HEAD(src[2]))
 		return -1;
 	for (i = 0; i < PARTS_MAX; i++)
-		part[i] = src;		/* parts a kind lacks are never read, but pointers into nothing are not formed either */
+		part[i] =
+			src; /* parts a kind lacks are never read, but pointers into nothing are not formed either */
 	m = src[0] == KIND_RAW ? n : n / (size_t)width[src[0]] / GROUP * GROUP;
 	body = m * (size_t)width[src[0]];
 	tail = get_parts(part, src, end, src[2], m, scratch);

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * pack: lossless blocks of weights for --copy=lz4, each decodable alone. LZ4 only finds repeated bytes, and random-looking floats have none; but
- * their exponents take few values. So a block's elements are split: the byte that holds the exponent is counted down from a base and
- * stored as eight bit planes (the upper ones nearly all zero), the other bytes as byte planes; then each part goes through LZ4, or stays as it
- * is where that does not help.
+ * pack: lossless blocks of weights for --copy=lz4, each decodable alone. LZ4 only finds repeated
+ * bytes, and random-looking floats have none; but their exponents take few values. So a block's
+ * elements are split: the byte that holds the exponent is counted down from a base and stored as
+ * eight bit planes (the upper ones nearly all zero), the other bytes as byte planes; then each part
+ * goes through LZ4, or stays as it is where that does not help.
  *
  *	kind u8 | base u8 | parts u8 | 0 u8 | length of each part u32 (bit 31: not LZ4) | parts | tail | XXH3-128 of all before, 32 hex digits
  *
@@ -15,8 +16,9 @@
  *	4 f16		high byte rotated left by one	low byte			2 bytes
  *	5 f32		exponent			sign and high mantissa, middle, low	4 bytes
  *
- * Part 0 holds, for m = elements rounded down to a multiple of 64, bit k of (base - c) mod 256 in plane k of m / 8 bytes; in each group of 64
- * elements bit i of byte j is element 8 i + j. The tail is the bytes of the remaining elements.
+ * Part 0 holds, for m = elements rounded down to a multiple of 64, bit k of (base - c) mod 256 in
+ * plane k of m / 8 bytes; in each group of 64 elements bit i of byte j is element 8 i + j. The tail
+ * is the bytes of the remaining elements.
  */
 #ifndef DSPARK_PACK_H
 #define DSPARK_PACK_H
@@ -32,7 +34,10 @@
 
 size_t pack_bound(size_t n);		/* most bytes that a block of n takes */
 
-/* Packs n <= PACK_BLOCK bytes of elements of dtype `d` to `dst` (pack_bound(n) bytes). Returns the block's length. */
+/*
+ * Packs n <= PACK_BLOCK bytes of elements of dtype `d` to `dst` (pack_bound(n) bytes). Returns the
+ * block's length.
+ */
 size_t pack_block(void *dst, const void *src, size_t n, enum dtype d, void *scratch);
 
 /* Unpacks a block of `len` bytes to exactly n bytes. -1: damaged. Safe for any input. */

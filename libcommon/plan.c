@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * The plan's text form. The record is complete: load and forward need it, the tokens file, the checkpoint and nothing of the recipe. What may differ
- * between two runs of the same command stands in `host`, so that plans can be compared byte for byte.
+ * The plan's text form. The record is complete: load and forward need it, the tokens file, the
+ * checkpoint and nothing of the recipe. What may differ between two runs of the same command stands
+ * in `host`, so that plans can be compared byte for byte.
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
@@ -58,7 +59,7 @@ uint64_t plan_rank_bytes(const struct plan *p)
 	return p->weight_bytes + p->scratch_bytes + p->carry_bytes + p->capture_bytes;
 }
 
-/* ---- to records ------------------------------------------------------------------------------------------------------ */
+/* ---- to records ------------------------------------------------------------------------------ */
 
 static json_t *ids_json(const struct plan *p)
 {
@@ -72,40 +73,51 @@ static json_t *ids_json(const struct plan *p)
 static json_t *cache_json(const struct plan *p)
 {
 	return json_pack("{s:I, s:I, s:I, s:I, s:I, s:I, s:s, s:o, s:I, s:I, s:I, s:I, s:I}",
-		"rows", (json_int_t)p->g.rows, "seq_length", (json_int_t)p->g.seq_length, "shard_size", (json_int_t)p->g.shard_size,
-		"shards", (json_int_t)geometry_shards(&p->g), "hidden", (json_int_t)p->g.hidden, "vocab", (json_int_t)p->g.vocab,
+		"rows", (json_int_t)p->g.rows, "seq_length", (json_int_t)p->g.seq_length,
+		"shard_size", (json_int_t)p->g.shard_size,
+		"shards", (json_int_t)geometry_shards(&p->g), "hidden", (json_int_t)p->g.hidden,
+		"vocab", (json_int_t)p->g.vocab,
 		"dtype", dtype_recipe_name(p->g.dtype), "layer_ids", ids_json(p),
-		"shard_bytes", (json_int_t)p->shard_bytes, "last_shard_bytes", (json_int_t)p->last_shard_bytes,
-		"target_weights_bytes", (json_int_t)p->target_weights_bytes, "total_bytes", (json_int_t)p->total_bytes,
+		"shard_bytes", (json_int_t)p->shard_bytes,
+		"last_shard_bytes", (json_int_t)p->last_shard_bytes,
+		"target_weights_bytes", (json_int_t)p->target_weights_bytes,
+		"total_bytes", (json_int_t)p->total_bytes,
 		"allocated_bytes", (json_int_t)p->allocated_bytes);
 }
 
 static json_t *rank_json(const struct plan *p)
 {
 	return json_pack("{s:I, s:I, s:I, s:I, s:I}", "weights", (json_int_t)p->weight_bytes,
-		"activations", (json_int_t)(p->scratch_bytes + p->carry_bytes), "scratch", (json_int_t)p->scratch_bytes,
+		"activations", (json_int_t)(p->scratch_bytes + p->carry_bytes),
+		"scratch", (json_int_t)p->scratch_bytes,
 		"carry", (json_int_t)p->carry_bytes, "buffers", (json_int_t)p->capture_bytes);
 }
 
 static json_t *run_json(const struct plan *p)
 {
-	return json_pack("{s:s, s:s, s:s, s:b, s:b, s:I, s:i, s:i, s:i, s:I, s:I, s:I, s:I, s:f, s:s}",
-		"device", p->device, "compute_dtype", dtype_recipe_name(p->compute), "weights", residency_name(p->residency),
-		"target_force_hf", p->force_hf, "sharded", p->sharded, "target_num_hidden_layers", (json_int_t)p->target_layers,
+	return json_pack("{s:s, s:s, s:s, s:b, s:b, s:I, s:i, s:i, s:i, s:I, s:I, s:I, s:I, s:f, "
+		"s:s}",
+		"device", p->device, "compute_dtype", dtype_recipe_name(p->compute),
+		"weights", residency_name(p->residency),
+		"target_force_hf", p->force_hf, "sharded", p->sharded,
+		"target_num_hidden_layers", (json_int_t)p->target_layers,
 		"ep_size", p->ep, "cp_size", p->cp, "dp_replicate_size", p->replicate,
-		"window_tokens", (json_int_t)p->window_tokens, "chunk_tokens", (json_int_t)p->chunk_tokens,
+		"window_tokens", (json_int_t)p->window_tokens,
+		"chunk_tokens", (json_int_t)p->chunk_tokens,
 		"window_most", (json_int_t)p->window_most, "chunk_most", (json_int_t)p->chunk_most,
 		"timeout_minutes", p->timeout_minutes, "balance", p->balance);
 }
 
 static json_t *plan_json(const struct plan *p)
 {
-	return json_pack("{s:s, s:i, s:i, s:b, s:s, s:s, s:s?, s:s, s:s, s:o, s:o, s:o, s:O, s:s, s:O, s:O}",
+	return json_pack("{s:s, s:i, s:i, s:b, s:s, s:s, s:s?, s:s, s:s, s:o, s:o, s:o, s:O, s:s, "
+		"s:O, s:O}",
 		"record", "plan", "version", p->version, "world", p->world, "runnable", p->runnable,
 		"target", p->target_dir, "cache_output_dir", p->cache_dir, "tokens", p->tokens,
 		"weights_xxh3_128", p->weights, "stage_key", p->stage_key,
 		"cache", cache_json(p), "run", run_json(p), "rank_bytes", rank_json(p),
-		"identity", p->identity.json, "identity_xxh3_128", p->identity.digest, "recipe", p->recipe, "config", p->config);
+		"identity", p->identity.json, "identity_xxh3_128", p->identity.digest,
+		"recipe", p->recipe, "config", p->config);
 }
 
 static json_t *range_json(const struct plan_range *r)
@@ -113,12 +125,16 @@ static json_t *range_json(const struct plan_range *r)
 	json_t *shards = json_array();
 
 	for (int i = 0; i < r->nintervals; i++)
-		json_array_append_new(shards, json_pack("[I, I]", (json_int_t)r->shards[i][0], (json_int_t)r->shards[i][1]));
-	return json_pack("{s:s, s:i, s:o, s:I, s:I, s:I}", "record", "range", "rank", r->rank, "shards", shards,
-		"rows", (json_int_t)r->rows, "tokens", (json_int_t)r->tokens, "windows", (json_int_t)r->windows);
+		json_array_append_new(shards, json_pack("[I, I]", (json_int_t)r->shards[i][0],
+							(json_int_t)r->shards[i][1]));
+	return json_pack("{s:s, s:i, s:o, s:I, s:I, s:I}",
+		"record", "range", "rank", r->rank, "shards", shards,
+		"rows", (json_int_t)r->rows, "tokens", (json_int_t)r->tokens,
+		"windows", (json_int_t)r->windows);
 }
 
-static int digest_records(char hex[DIGEST_HEX], const json_t *plan, json_t *const *ranges, int n, struct err *e)
+static int digest_records(char hex[DIGEST_HEX], const json_t *plan, json_t *const *ranges, int n,
+			  struct err *e)
 {
 	json_t *bare = json_copy((json_t *)plan);
 	struct text t = TEXT_INIT;
@@ -170,7 +186,7 @@ out:
 	return rc;
 }
 
-/* ---- from records ---------------------------------------------------------------------------------------------------- */
+/* ---- from records ---------------------------------------------------------------------------- */
 
 #define PLAN "the plan record"
 
@@ -249,12 +265,16 @@ static int read_cache(struct plan *p, const json_t *c, struct err *e)
 {
 	const char *dtype;
 
-	if (take_size(c, "rows", 0, &p->g.rows, e) || take_size(c, "seq_length", 1, &p->g.seq_length, e) ||
-	    take_size(c, "shard_size", 1, &p->g.shard_size, e) || take_size(c, "hidden", 1, &p->g.hidden, e) ||
-	    take_size(c, "vocab", 1, &p->g.vocab, e) || json_str(c, PLAN, "dtype", &dtype, e) || read_ids(p, c, e) ||
-	    take_bytes(c, "shard_bytes", &p->shard_bytes, e) || take_bytes(c, "last_shard_bytes", &p->last_shard_bytes, e) ||
+	if (take_size(c, "rows", 0, &p->g.rows, e) ||
+	    take_size(c, "seq_length", 1, &p->g.seq_length, e) ||
+	    take_size(c, "shard_size", 1, &p->g.shard_size, e) ||
+	    take_size(c, "hidden", 1, &p->g.hidden, e) ||
+	    take_size(c, "vocab", 1, &p->g.vocab, e) || json_str(c, PLAN, "dtype", &dtype, e) ||
+	    read_ids(p, c, e) || take_bytes(c, "shard_bytes", &p->shard_bytes, e) ||
+	    take_bytes(c, "last_shard_bytes", &p->last_shard_bytes, e) ||
 	    take_bytes(c, "target_weights_bytes", &p->target_weights_bytes, e) ||
-	    take_bytes(c, "total_bytes", &p->total_bytes, e) || take_bytes(c, "allocated_bytes", &p->allocated_bytes, e) ||
+	    take_bytes(c, "total_bytes", &p->total_bytes, e) ||
+	    take_bytes(c, "allocated_bytes", &p->allocated_bytes, e) ||
 	    json_int(p->identity.json, PLAN, "pad_token_id", &p->g.pad_token_id, e))
 		return -1;
 	p->g.dtype = dtype_from_recipe(dtype);
@@ -265,15 +285,21 @@ static int read_run(struct plan *p, const json_t *r, struct err *e)
 {
 	const char *compute, *weights;
 
-	if (take_str(r, "device", &p->device, e) || json_str(r, PLAN, "compute_dtype", &compute, e) ||
-	    json_str(r, PLAN, "weights", &weights, e) || residency_find(weights, &p->residency, e) ||
+	if (take_str(r, "device", &p->device, e) ||
+	    json_str(r, PLAN, "compute_dtype", &compute, e) ||
+	    json_str(r, PLAN, "weights", &weights, e) ||
+	    residency_find(weights, &p->residency, e) ||
 	    json_bool_or(r, PLAN, "target_force_hf", false, &p->force_hf, e) ||
 	    json_bool_or(r, PLAN, "sharded", false, &p->sharded, e) ||
-	    take_size(r, "target_num_hidden_layers", 0, &p->target_layers, e) || take_int(r, "ep_size", 1, &p->ep, e) ||
-	    take_int(r, "cp_size", 1, &p->cp, e) || take_int(r, "dp_replicate_size", 1, &p->replicate, e) ||
-	    take_size(r, "window_tokens", 1, &p->window_tokens, e) || take_size(r, "chunk_tokens", 1, &p->chunk_tokens, e) ||
-	    take_size(r, "window_most", 0, &p->window_most, e) || take_size(r, "chunk_most", 0, &p->chunk_most, e) ||
-	    json_real_or(r, PLAN, "timeout_minutes", 30, &p->timeout_minutes, e) || take_str(r, "balance", &p->balance, e))
+	    take_size(r, "target_num_hidden_layers", 0, &p->target_layers, e) ||
+	    take_int(r, "ep_size", 1, &p->ep, e) || take_int(r, "cp_size", 1, &p->cp, e) ||
+	    take_int(r, "dp_replicate_size", 1, &p->replicate, e) ||
+	    take_size(r, "window_tokens", 1, &p->window_tokens, e) ||
+	    take_size(r, "chunk_tokens", 1, &p->chunk_tokens, e) ||
+	    take_size(r, "window_most", 0, &p->window_most, e) ||
+	    take_size(r, "chunk_most", 0, &p->chunk_most, e) ||
+	    json_real_or(r, PLAN, "timeout_minutes", 30, &p->timeout_minutes, e) ||
+	    take_str(r, "balance", &p->balance, e))
 		return -1;
 	p->compute = dtype_from_recipe(compute);
 	if (p->compute != DT_F32 && p->compute != DT_BF16)
@@ -283,8 +309,12 @@ static int read_run(struct plan *p, const json_t *r, struct err *e)
 
 static int read_rank_bytes(struct plan *p, const json_t *b, struct err *e)
 {
-	return take_bytes(b, "weights", &p->weight_bytes, e) || take_bytes(b, "scratch", &p->scratch_bytes, e) ||
-	       take_bytes(b, "carry", &p->carry_bytes, e) || take_bytes(b, "buffers", &p->capture_bytes, e) ? -1 : 0;
+	return take_bytes(b, "weights", &p->weight_bytes, e) ||
+			       take_bytes(b, "scratch", &p->scratch_bytes, e) ||
+			       take_bytes(b, "carry", &p->carry_bytes, e) ||
+			       take_bytes(b, "buffers", &p->capture_bytes, e)
+		       ? -1
+		       : 0;
 }
 
 static int read_identity(struct plan *p, const json_t *rec, struct err *e)
@@ -297,11 +327,13 @@ static int read_identity(struct plan *p, const json_t *rec, struct err *e)
 	if (identity_finish(&p->identity, e) || take_digest(rec, "identity_xxh3_128", want, e))
 		return -1;
 	if (strcmp(want, p->identity.digest))
-		return err_refuse(e, PLAN " was changed: its identity does not have the digest it states; run dspark-plan again");
+		return err_refuse(e, PLAN " was changed: its identity does not have the digest it "
+					  "states; run dspark-plan again");
 	return 0;
 }
 
-static int read_intervals(struct plan_range *r, const json_t *shards, int64_t nshards, struct err *e)
+static int read_intervals(struct plan_range *r, const json_t *shards, int64_t nshards,
+			  struct err *e)
 {
 	r->nintervals = (int)json_array_size(shards);
 	r->shards = mem_calloc((size_t)r->nintervals, sizeof *r->shards, e);
@@ -309,10 +341,13 @@ static int read_intervals(struct plan_range *r, const json_t *shards, int64_t ns
 		return -1;
 	for (int i = 0; i < r->nintervals; i++) {
 		const json_t *pair = json_array_get(shards, (size_t)i);
-		int64_t first = json_integer_value(json_array_get(pair, 0)), end = json_integer_value(json_array_get(pair, 1));
+		int64_t first = json_integer_value(json_array_get(pair, 0)),
+			end = json_integer_value(json_array_get(pair, 1));
 
 		if (first < (i ? r->shards[i - 1][1] : 0) || end <= first || end > nshards)
-			return err_refuse(e, "the range record of rank %d has shards outside the cache", r->rank);
+			return err_refuse(
+				e, "the range record of rank %d has shards outside the cache",
+				r->rank);
 		r->shards[i][0] = first;
 		r->shards[i][1] = end;
 		r->nshards += end - first;
@@ -337,18 +372,22 @@ static int read_ranges(struct plan *p, const struct run *run, json_t **rec, stru
 			return -1;
 		if (rank >= p->world || rec[rank])
 			return err_refuse(e, "%s: a range record for rank %d %s", run->name, rank,
-					  rank >= p->world ? "is outside the plan's world" : "stands twice");
+					  rank >= p->world ? "is outside the plan's world"
+							   : "stands twice");
 		rec[rank] = r;
 		to = &p->range[rank];
 		to->rank = rank;
-		if (take_size(r, "rows", 0, &to->rows, e) || take_size(r, "tokens", 0, &to->tokens, e) ||
+		if (take_size(r, "rows", 0, &to->rows, e) ||
+		    take_size(r, "tokens", 0, &to->tokens, e) ||
 		    take_size(r, "windows", 0, &to->windows, e) ||
 		    read_intervals(to, json_object_get(r, "shards"), geometry_shards(&p->g), e))
 			return -1;
 	}
 	if (seen < p->world)
-		return err_refuse(e, "%s: %d range records for a world of %d: the run is cut short, run dspark-plan again", run->name, seen,
-				  p->world);
+		return err_refuse(e,
+				  "%s: %d range records for a world of %d: the run is cut short, "
+				  "run dspark-plan again",
+				  run->name, seen, p->world);
 	return 0;
 }
 
@@ -365,14 +404,19 @@ static int read_host(struct plan *p, const struct run *run, struct err *e)
 	return p->cwd && (p->target_found || !found) ? 0 : -1;
 }
 
-static int check_digest(struct plan *p, const struct run *run, const json_t *rec, json_t **ranges, struct err *e)
+static int check_digest(struct plan *p, const struct run *run, const json_t *rec, json_t **ranges,
+			struct err *e)
 {
 	char hex[DIGEST_HEX];
 
-	if (take_digest(rec, "digest", p->digest, e) || digest_records(hex, rec, ranges, p->world, e))
+	if (take_digest(rec, "digest", p->digest, e) ||
+	    digest_records(hex, rec, ranges, p->world, e))
 		return -1;
 	if (strcmp(hex, p->digest))
-		return err_refuse(e, "%s: the plan or its ranges were changed after dspark-plan wrote them; run dspark-plan again", run->name);
+		return err_refuse(e,
+				  "%s: the plan or its ranges were changed after dspark-plan wrote "
+				  "them; run dspark-plan again",
+				  run->name);
 	return 0;
 }
 
@@ -384,28 +428,39 @@ int plan_read(struct plan *p, const struct run *run, struct err *e)
 
 	memset(p, 0, sizeof *p);
 	if (!rec)
-		return err_refuse(e, "%s: no plan record: give the output of dspark-plan", run->name);
+		return err_refuse(e, "%s: no plan record: give the output of dspark-plan",
+				  run->name);
 	if (run_next(run, "plan", &at))
 		return err_refuse(e, "%s: two plan records: give one run at a time", run->name);
 	if (take_int(rec, "version", 0, &p->version, e))
 		return -1;
 	if (p->version != PLAN_VERSION)
-		return err_refuse(e, "%s: plan version %d, this program knows %d: run dspark-plan again", run->name, p->version, PLAN_VERSION);
-	if (take_int(rec, "world", 1, &p->world, e) || json_bool_or(rec, PLAN, "runnable", false, &p->runnable, e))
+		return err_refuse(
+			e, "%s: plan version %d, this program knows %d: run dspark-plan again",
+			run->name, p->version, PLAN_VERSION);
+	if (take_int(rec, "world", 1, &p->world, e) ||
+	    json_bool_or(rec, PLAN, "runnable", false, &p->runnable, e))
 		goto out;
 	if (!p->runnable) {
-		err_refuse(e, "%s: the plan is an estimate: run dspark-plan with -t TOKENS and the whole checkpoint", run->name);
+		err_refuse(e,
+			   "%s: the plan is an estimate: run dspark-plan with -t TOKENS and the "
+			   "whole checkpoint",
+			   run->name);
 		goto out;
 	}
 	p->recipe = json_incref(json_object_get(rec, "recipe"));
 	p->config = json_incref(json_object_get(rec, "config"));
 	ranges = mem_calloc((size_t)p->world, sizeof *ranges, e);
-	if (!ranges || take_str(rec, "target", &p->target_dir, e) || take_str(rec, "cache_output_dir", &p->cache_dir, e) ||
-	    take_str(rec, "tokens", &p->tokens, e) || take_digest(rec, "weights_xxh3_128", p->weights, e) ||
+	if (!ranges || take_str(rec, "target", &p->target_dir, e) ||
+	    take_str(rec, "cache_output_dir", &p->cache_dir, e) ||
+	    take_str(rec, "tokens", &p->tokens, e) ||
+	    take_digest(rec, "weights_xxh3_128", p->weights, e) ||
 	    take_digest(rec, "stage_key", p->stage_key, e) || read_identity(p, rec, e) ||
-	    read_cache(p, json_object_get(rec, "cache"), e) || read_run(p, json_object_get(rec, "run"), e) ||
-	    read_rank_bytes(p, json_object_get(rec, "rank_bytes"), e) || read_ranges(p, run, ranges, e) ||
-	    check_digest(p, run, rec, ranges, e) || read_host(p, run, e))
+	    read_cache(p, json_object_get(rec, "cache"), e) ||
+	    read_run(p, json_object_get(rec, "run"), e) ||
+	    read_rank_bytes(p, json_object_get(rec, "rank_bytes"), e) ||
+	    read_ranges(p, run, ranges, e) || check_digest(p, run, rec, ranges, e) ||
+	    read_host(p, run, e))
 		goto out;
 	rc = 0;
 out:
@@ -415,7 +470,7 @@ out:
 	return rc;
 }
 
-/* ---- paths and windows ------------------------------------------------------------------------------------------------ */
+/* ---- paths and windows ----------------------------------------------------------------------- */
 
 char *plan_path(const struct plan *p, const char *path, struct err *e)
 {
@@ -427,7 +482,8 @@ char *plan_target(const struct plan *p, struct err *e)
 	return plan_path(p, p->target_found ? p->target_found : p->target_dir, e);
 }
 
-void plan_windows(struct plan_cursor *c, const struct plan *p, const struct plan_range *range, const struct tokens *t)
+void plan_windows(struct plan_cursor *c, const struct plan *p, const struct plan_range *range,
+		  const struct tokens *t)
 {
 	*c = (struct plan_cursor){ .plan = p, .range = range, .tokens = t, .row = -1 };
 }

@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * plan: what each rank does and how big all becomes, as data and as records (`plan`, `host`, `range`).
+ * plan: what each rank does and how big all becomes, as data and as records (`plan`, `host`,
+ * `range`).
  *
- * Windows and chunks are fixed by a rule, not listed: a rank's rows in order, cut before the row that would exceed window_tokens (chunk_tokens);
- * a row longer than that is alone. Everything is derived from the tokens file's row offsets and the numbers here.
+ * Windows and chunks are fixed by a rule, not listed: a rank's rows in order, cut before the row
+ * that would exceed window_tokens (chunk_tokens); a row longer than that is alone. Everything is
+ * derived from the tokens file's row offsets and the numbers here.
  */
 #ifndef DSPARK_PLAN_H
 #define DSPARK_PLAN_H
@@ -26,8 +28,15 @@ struct tokens;
 /* Raised whenever results change. */
 #define PLAN_NUMERICS 1
 
-enum residency { WEIGHTS_RESIDENT, WEIGHTS_GATHER, WEIGHTS_STREAM, WEIGHTS_GATHER_STREAM, WEIGHTS_COUNT };
-const char *residency_name(enum residency r);		/* "resident", "gather", "stream", "gather,stream" */
+enum residency {
+	WEIGHTS_RESIDENT,
+	WEIGHTS_GATHER,
+	WEIGHTS_STREAM,
+	WEIGHTS_GATHER_STREAM,
+	WEIGHTS_COUNT
+};
+/* "resident", "gather", "stream", "gather,stream" */
+const char *residency_name(enum residency r);
 
 struct plan_range {
 	int rank;
@@ -39,9 +48,13 @@ struct plan_range {
 struct plan {
 	int version, world;
 	bool runnable;			/* false: an estimate */
-	char digest[DIGEST_HEX];	/* XXH3-128 of the plan record without this member and of the ranges */
+	/* XXH3-128 of the plan record without this member and of the ranges */
+	char digest[DIGEST_HEX];
 	json_t *recipe;			/* resolved, paths as written */
-	json_t *config;			/* the target's config.json, so that forward needs nothing of the checkpoint but the stage */
+	/*
+	 * the target's config.json, so that forward needs nothing of the checkpoint but the stage
+	 */
+	json_t *config;
 	char *tokens;			/* path as written; NULL in an estimate */
 	char *target_dir, *cache_dir;	/* as written */
 	struct geometry g;
@@ -55,7 +68,8 @@ struct plan {
 	int64_t target_layers;		/* target_num_hidden_layers, 0 = all */
 	int ep, cp, replicate;
 	int64_t window_tokens, chunk_tokens;	/* the cutting rule */
-	int64_t window_most, chunk_most;	/* tokens of the largest window and chunk: the rule's number or the longest row */
+	/* tokens of the largest window and chunk: the rule's number or the longest row */
+	int64_t window_most, chunk_most;
 	double timeout_minutes;
 	char *balance;			/* "tokens", "shards" */
 
@@ -67,13 +81,23 @@ struct plan {
 
 	/* From the `host` record: where the plan was made. */
 	char *cwd;			/* relative paths start there */
-	char *target_found;		/* directory that target_dir stands for when it is a name in the Hugging Face cache, else NULL */
+	/*
+	 * directory that target_dir stands for when it is a name in the Hugging Face cache, else
+	 * NULL
+	 */
+	char *target_found;
 };
 
-/* Fills p from a run; refuses a run without plan, fewer ranges than its world, an estimate, another version, a digest that does not match. */
+/*
+ * Fills p from a run; refuses a run without plan, fewer ranges than its world, an estimate, another
+ * version, a digest that does not match.
+ */
 int plan_read(struct plan *p, const struct run *r, struct err *e);
 
-/* Computes the digest and writes the plan record, `host` (a reference is not taken) and one range a rank. */
+/*
+ * Computes the digest and writes the plan record, `host` (a reference is not taken) and one range a
+ * rank.
+ */
 int plan_write(FILE *out, struct plan *p, json_t *host, struct err *e);
 void plan_release(struct plan *p);
 
@@ -82,7 +106,7 @@ char *plan_path(const struct plan *p, const char *path, struct err *e);
 char *plan_target(const struct plan *p, struct err *e);		/* the model directory, likewise */
 
 /* What `dspark-forward` must be started as, for the message about a world that does not fit. */
-uint64_t plan_rank_bytes(const struct plan *p);			/* weights + scratch + carry + capture */
+uint64_t plan_rank_bytes(const struct plan *p);		/* weights + scratch + carry + capture */
 
 /* Windows of a rank's range, walked in order. A window never crosses an interval's end. */
 struct plan_cursor {
@@ -92,7 +116,8 @@ struct plan_cursor {
 	int interval;
 	int64_t row;			/* next row of that interval, -1 = its start */
 };
-void plan_windows(struct plan_cursor *c, const struct plan *p, const struct plan_range *range, const struct tokens *t);
+void plan_windows(struct plan_cursor *c, const struct plan *p, const struct plan_range *range,
+		  const struct tokens *t);
 /* The next window: rows [*first, *first + *n). False at the end. */
 bool plan_next_window(struct plan_cursor *c, int64_t *first, int64_t *n);
 /* How many rows from `first`, at most n and at least one, stay within `tokens` tokens. */

@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* stage: who holds which rows, and reading them. Making stages is stage_make.c, their text form stage_index.c. */
+/*
+ * stage: who holds which rows, and reading them. Making stages is stage_make.c, their text form
+ * stage_index.c.
+ */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
 #endif
@@ -18,7 +21,7 @@
 #include "stage_index.h"
 #include "text.h"
 
-/* ---- shares ---------------------------------------------------------------------------------------------------------- */
+/* ---- shares ---------------------------------------------------------------------------------- */
 
 int stage_shares(const struct stage_mesh *m, int *shares, struct err *e)
 {
@@ -28,9 +31,13 @@ int stage_shares(const struct stage_mesh *m, int *shares, struct err *e)
 	if (!m->sharded)
 		return 0;
 	n = m->replicate > 0 ? m->world / m->replicate : 0;
-	if (n < 1 || m->ep < 1 || n * m->replicate != m->world || m->world % m->ep || (n % m->ep && m->ep % n))
-		return err_refuse(e, "%d ranks cannot be divided into shard groups with dp_replicate_size %d and ep_size %d: "
-				  "one must divide the other, and both the world", m->world, m->replicate, m->ep);
+	if (n < 1 || m->ep < 1 || n * m->replicate != m->world || m->world % m->ep ||
+	    (n % m->ep && m->ep % n))
+		return err_refuse(e,
+				  "%d ranks cannot be divided into shard groups with "
+				  "dp_replicate_size %d and ep_size %d: "
+				  "one must divide the other, and both the world",
+				  m->world, m->replicate, m->ep);
 	*shares = n > m->ep ? n : m->ep;
 	return 0;
 }
@@ -44,7 +51,8 @@ static void cut(int64_t d, int m, int i, int64_t *first, int64_t *n)
 	*n = end - *first;
 }
 
-void stage_share(const struct stage_mesh *m, int share, enum shard shard, int64_t count, int64_t rows, int64_t *first, int64_t *n)
+void stage_share(const struct stage_mesh *m, int share, enum shard shard, int64_t count,
+		 int64_t rows, int64_t *first, int64_t *n)
 {
 	int group = m->sharded ? m->world / m->replicate : 1, same;
 	int64_t experts;
@@ -63,14 +71,16 @@ void stage_share(const struct stage_mesh *m, int share, enum shard shard, int64_
 	*first += share % m->ep * experts * rows;
 }
 
-void stage_key(char hex[DIGEST_HEX], const char *weights_identity, const struct stage_mesh *m, int64_t layers, bool force_hf,
-	       const char *derived)
+void stage_key(char hex[DIGEST_HEX], const char *weights_identity, const struct stage_mesh *m,
+	       int64_t layers, bool force_hf, const char *derived)
 {
 	struct stage_mesh k = m->sharded ? *m : (struct stage_mesh){ 1, 1, 1, false };
 	char s[512];
-	int n = snprintf(s, sizeof s,
-			 "dspark-stage 1\n%s\nsharded %d world %d ep %d replicate %d\nlayers %" PRId64 " hf %d\nderived %s\n",
-			 weights_identity, k.sharded, k.world, k.ep, k.replicate, layers, force_hf, derived);
+	int n = snprintf(
+		s, sizeof s,
+		"dspark-stage 1\n%s\nsharded %d world %d ep %d replicate %d\nlayers %" PRId64
+		" hf %d\nderived %s\n",
+		weights_identity, k.sharded, k.world, k.ep, k.replicate, layers, force_hf, derived);
 
 	digest_xxh3(hex, s, (size_t)n);
 }
@@ -80,9 +90,12 @@ uint64_t stage_bytes(const struct entry *t)
 	return (uint64_t)t->rows * entry_row_bytes(t);
 }
 
-/* ---- opening --------------------------------------------------------------------------------------------------------- */
+/* ---- opening --------------------------------------------------------------------------------- */
 
-/* Buffers of one reading thread: a packed block, scratch, an unpacked block. Free ones wait in a list. */
+/*
+ * Buffers of one reading thread: a packed block, scratch, an unpacked block. Free ones wait in a
+ * list.
+ */
 struct stage_buffer {
 	struct stage_buffer *next;
 	char *packed, *scratch, *block;
@@ -107,12 +120,16 @@ static int open_head(struct stage *s, struct stage_head *h, const char *key, str
 	int rc = stage_head_read(h, s->dir, e);
 
 	if (rc > 0)
-		return err_refuse(e, "'%s' holds no stage (no stage.json): run dspark-load", s->dir);
+		return err_refuse(e, "'%s' holds no stage (no stage.json): run dspark-load",
+				  s->dir);
 	if (rc)
 		return -1;
 	if (strcmp(h->key, key))
-		return err_refuse(e, "'%s' is the stage of other weights or another sharding than the plan's (its key is %s, the plan's %s): "
-				  "run dspark-load on this plan", s->dir, h->key, key);
+		return err_refuse(e,
+				  "'%s' is the stage of other weights or another sharding than the "
+				  "plan's (its key is %s, the plan's %s): "
+				  "run dspark-load on this plan",
+				  s->dir, h->key, key);
 	s->form = h->form;
 	s->shares = h->shares;
 	memcpy(s->key, h->key, DIGEST_HEX);
@@ -130,14 +147,23 @@ static int open_index(struct stage *s, int rank, struct err *e)
 	if (stage_index_name(&path, s->dir, s->share, e))
 		return -1;
 	if (!file_exists(path)) {
-		err_refuse(e, "the share of rank %d is not staged in '%s': run dspark-load%s --ranks %d", rank, s->dir,
-			   s->form == STAGE_REFERENCE ? "" : s->form == STAGE_LZ4 ? " --copy=lz4" : " --copy", rank);
+		err_refuse(
+			e,
+			"the share of rank %d is not staged in '%s': run dspark-load%s --ranks %d",
+			rank, s->dir,
+			s->form == STAGE_REFERENCE ? ""
+			: s->form == STAGE_LZ4     ? " --copy=lz4"
+						   : " --copy",
+			rank);
 		goto out;
 	}
 	if (stage_index_read(x, path, e))
 		goto out;
 	if (strcmp(x->key, s->key) || x->form != s->form || x->share != s->share) {
-		err_refuse(e, "'%s' does not belong to the stage.json beside it: run dspark-load again", path);
+		err_refuse(
+			e,
+			"'%s' does not belong to the stage.json beside it: run dspark-load again",
+			path);
 		goto out;
 	}
 	s->nentries = x->n;
@@ -162,8 +188,9 @@ static int name_files(struct stage *s, const struct stage_head *h, struct err *e
 		return -1;
 	for (i = 0; i < s->nfiles; i++) {
 		s->fd[i] = -1;
-		s->file[i] = s->form == STAGE_REFERENCE ? file_join(h->checkpoint, h->file[i].name, e)
-							: file_join(s->dir, s->state->index.file, e);
+		s->file[i] = s->form == STAGE_REFERENCE
+				     ? file_join(h->checkpoint, h->file[i].name, e)
+				     : file_join(s->dir, s->state->index.file, e);
 		if (!s->file[i])
 			return -1;
 	}
@@ -178,9 +205,14 @@ static int check_file(const struct stage *s, size_t i, const struct stage_head *
 	if (file_size(s->file[i], &size, &mtime, e))
 		return err_context(e, "stage '%s'", s->dir);
 	if (s->form == STAGE_REFERENCE && (size != h->file[i].size || mtime != h->file[i].mtime_ns))
-		return err_refuse(e, "'%s' changed since it was staged in '%s': run dspark-plan and dspark-load again", s->file[i], s->dir);
+		return err_refuse(e,
+				  "'%s' changed since it was staged in '%s': run dspark-plan and "
+				  "dspark-load again",
+				  s->file[i], s->dir);
 	if (s->form != STAGE_REFERENCE && size != s->state->index.size)
-		return err_refuse(e, "'%s' is damaged: it has %" PRIu64 " bytes, %" PRIu64 " were staged; run dspark-load again",
+		return err_refuse(e,
+				  "'%s' is damaged: it has %" PRIu64 " bytes, %" PRIu64
+				  " were staged; run dspark-load again",
 				  s->file[i], size, s->state->index.size);
 	return 0;
 }
@@ -194,7 +226,10 @@ static int check_files(struct stage *s, const struct stage_head *h, struct err *
 
 	for (i = 0; !rc && i < s->nentries; i++) {
 		if ((size_t)s->entry[i].file >= s->nfiles)
-			rc = err_refuse(e, "the index of share %d in '%s' names a file that the stage does not have", s->share, s->dir);
+			rc = err_refuse(e,
+					"the index of share %d in '%s' names a file that the stage "
+					"does not have",
+					s->share, s->dir);
 		else
 			used[s->entry[i].file] = true;
 	}
@@ -268,7 +303,7 @@ void stage_release(struct stage *s)
 	*s = (struct stage){ 0 };
 }
 
-/* ---- reading --------------------------------------------------------------------------------------------------------- */
+/* ---- reading --------------------------------------------------------------------------------- */
 
 /* The descriptor of a file; whoever opens it second closes his own again. */
 static int file_of(struct stage *s, int i, struct err *e)
@@ -278,7 +313,8 @@ static int file_of(struct stage *s, int i, struct err *e)
 	if (fd >= 0)
 		return fd;
 	fd = file_open(s->file[i], e);
-	if (fd < 0 || __atomic_compare_exchange_n(&s->fd[i], &none, fd, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
+	if (fd < 0 || __atomic_compare_exchange_n(&s->fd[i], &none, fd, false, __ATOMIC_ACQ_REL,
+						  __ATOMIC_ACQUIRE))
 		return fd;
 	close(fd);
 	return none;
@@ -317,12 +353,17 @@ static void buffer_give(struct stage_state *st, struct stage_buffer *b)
 
 static int damaged(const struct stage *s, const struct entry *t, struct err *e)
 {
-	return err_refuse(e, "tensor '%s' in '%s' is damaged: its bytes are not those that were staged; run dspark-load again",
+	return err_refuse(e,
+			  "tensor '%s' in '%s' is damaged: its bytes are not those that were "
+			  "staged; run dspark-load again",
 			  t->name, s->file[t->file]);
 }
 
-/* Unpacks whole blocks to where they belong, those that are only partly wanted to the side first. */
-static int read_blocks(struct stage *s, int fd, const struct entry *t, char *buf, uint64_t off, uint64_t n, struct err *e)
+/*
+ * Unpacks whole blocks to where they belong, those that are only partly wanted to the side first.
+ */
+static int read_blocks(struct stage *s, int fd, const struct entry *t, char *buf, uint64_t off,
+		       uint64_t n, struct err *e)
 {
 	const struct stage_place *place = &s->state->index.place[t - s->entry];
 	struct stage_buffer *b = buffer_take(s->state, e);
@@ -330,7 +371,8 @@ static int read_blocks(struct stage *s, int fd, const struct entry *t, char *buf
 	int rc = b ? 0 : -1;
 
 	while (!rc && off < end) {
-		uint64_t k = off / PACK_BLOCK, first = k * PACK_BLOCK, len = place->block[k + 1] - place->block[k];
+		uint64_t k = off / PACK_BLOCK, first = k * PACK_BLOCK,
+			 len = place->block[k + 1] - place->block[k];
 		uint64_t whole = total - first < PACK_BLOCK ? total - first : PACK_BLOCK;
 		uint64_t part = first + whole < end ? first + whole - off : end - off;
 		char *to = part == whole ? buf : b->block;
@@ -348,7 +390,8 @@ static int read_blocks(struct stage *s, int fd, const struct entry *t, char *buf
 	return rc;
 }
 
-static int check_hash(const struct stage *s, const struct entry *t, const void *buf, uint64_t n, struct err *e)
+static int check_hash(const struct stage *s, const struct entry *t, const void *buf, uint64_t n,
+		      struct err *e)
 {
 	char hex[DIGEST_HEX];
 
@@ -356,14 +399,18 @@ static int check_hash(const struct stage *s, const struct entry *t, const void *
 	return strcmp(hex, s->state->index.place[t - s->entry].hash) ? damaged(s, t, e) : 0;
 }
 
-int stage_read(struct stage *s, const struct entry *t, void *buf, uint64_t off, uint64_t n, struct err *e)
+int stage_read(struct stage *s, const struct entry *t, void *buf, uint64_t off, uint64_t n,
+	       struct err *e)
 {
 	uint64_t total = stage_bytes(t);
 	int fd;
 
 	if (off > total || n > total - off)
-		return err_fail(e, "bytes %" PRIu64 " to %" PRIu64 " of tensor '%s' are not in the share staged in '%s', which has %" PRIu64,
-				off, off + n, t->name, s->dir, total);
+		return err_fail(
+			e,
+			"bytes %" PRIu64 " to %" PRIu64
+			" of tensor '%s' are not in the share staged in '%s', which has %" PRIu64,
+			off, off + n, t->name, s->dir, total);
 	if (!n)
 		return 0;
 	fd = file_of(s, t->file, e);

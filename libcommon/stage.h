@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * stage: what each rank holds of the weights, as byte extents in files: the checkpoint's own (by reference) or copies made for
- * node-local disks. Ranks that hold the same share: rank r reads share r % shares; a replicated target has one share.
+ * stage: what each rank holds of the weights, as byte extents in files: the checkpoint's own (by
+ * reference) or copies made for node-local disks. Ranks that hold the same share: rank r reads
+ * share r % shares; a replicated target has one share.
  *
  *	STAGE/stage.json		head (stage_index.h): form, key, shares; by reference the checkpoint's files with size and mtime
  *	STAGE/index-SSSSS.jsonl		share S's tensors: name, dtype, whole shape, rows held, place
@@ -10,7 +11,8 @@
  *	STAGE/derived.safetensors	tensors that the model makes at staging (model.h, derive); every share may name it
  *	STAGE/.dspark.lock		byte 0: a living dspark-load; byte 1 + S: who makes share S
  *
- * The head does not depend on which shares were made where: nodes that stage their own --ranks write the same one.
+ * The head does not depend on which shares were made where: nodes that stage their own --ranks
+ * write the same one.
  */
 #ifndef DSPARK_STAGE_H
 #define DSPARK_STAGE_H
@@ -28,33 +30,46 @@ struct plan;
 enum stage_form { STAGE_REFERENCE, STAGE_COPY, STAGE_LZ4, STAGE_FORMS };
 const char *stage_form_name(enum stage_form f);		/* "reference", "copy", "lz4" */
 
-/* How ranks divide the weights (DESIGN section 5). Shard groups of n = world / replicate consecutive ranks; rank = ep_shard * ep + ep_index. */
+/*
+ * How ranks divide the weights (DESIGN section 5). Shard groups of n = world / replicate
+ * consecutive ranks; rank = ep_shard * ep + ep_index.
+ */
 struct stage_mesh {
 	int world, ep, replicate;
 	bool sharded;			/* false: every rank holds everything */
 };
 
-/* Distinct shares: 1 if not sharded, else the larger of n and ep. Refuses a mesh in which neither of n and ep divides the other. */
+/*
+ * Distinct shares: 1 if not sharded, else the larger of n and ep. Refuses a mesh in which neither
+ * of n and ep divides the other.
+ */
 int stage_shares(const struct stage_mesh *m, int *shares, struct err *e);
 
 /*
- * The rows that share `share` holds of a weight [count, rows, cols], counted through the stack of count * rows: [*first, *first + *n), possibly
- * none. WHOLE: all. ROWS, TABLE: cut over the n of the shard group. EXPERT: the stack of the count / ep experts of its ep_index, cut over the
- * n / ep of the group that hold the same (a share may begin and end inside an expert). A cut of D over m gives c = ceil(D / m) to each.
+ * The rows that share `share` holds of a weight [count, rows, cols], counted through the stack of
+ * count * rows: [*first, *first + *n), possibly none. WHOLE: all. ROWS, TABLE: cut over the n of
+ * the shard group. EXPERT: the stack of the count / ep experts of its ep_index, cut over the n / ep
+ * of the group that hold the same (a share may begin and end inside an expert). A cut of D over m
+ * gives c = ceil(D / m) to each.
  */
-void stage_share(const struct stage_mesh *m, int share, enum shard shard, int64_t count, int64_t rows, int64_t *first, int64_t *n);
+void stage_share(const struct stage_mesh *m, int share, enum shard shard, int64_t count,
+		 int64_t rows, int64_t *first, int64_t *n);
 
 /*
- * Key of the stage that a plan needs: XXH3-128 over everything that decides what a share holds. World and mesh count for sharded targets only: a
- * replicated stage serves every world. `layers` is target_num_hidden_layers (0 = all), `derived` what stage_derived gives.
+ * Key of the stage that a plan needs: XXH3-128 over everything that decides what a share holds.
+ * World and mesh count for sharded targets only: a replicated stage serves every world. `layers` is
+ * target_num_hidden_layers (0 = all), `derived` what stage_derived gives.
  */
-void stage_key(char hex[DIGEST_HEX], const char *weights_identity, const struct stage_mesh *m, int64_t layers, bool force_hf,
-	       const char *derived);
+void stage_key(char hex[DIGEST_HEX], const char *weights_identity, const struct stage_mesh *m,
+	       int64_t layers, bool force_hf, const char *derived);
 
-/* Digest of what the model derives from other files of the model directory, "" where it derives nothing. */
+/*
+ * Digest of what the model derives from other files of the model directory, "" where it derives
+ * nothing.
+ */
 int stage_derived(char hex[DIGEST_HEX], struct target *t, const char *dir, struct err *e);
 
-/* ---- making ---------------------------------------------------------------------------------------------------------- */
+/* ---- making ---------------------------------------------------------------------------------- */
 
 struct stage_options {
 	enum stage_form form;		/* REFERENCE also takes a fitting copy for good */
@@ -71,18 +86,22 @@ struct stage_made {
 };
 
 /*
- * Makes the stage of `plan` in `dir`: walks the target's weights over the checkpoint, takes each share, and writes head, indexes and copies, each
- * atomically. What is there and fits is kept: indexes are compared, copies read and hashed; a damaged one is made again (with a warning). Refuses a
- * directory inside the checkpoint, and a copy of another key or form, which only its user deletes; a stage by reference holds nothing of value and is
- * replaced. Memory: one index and a few MiB of buffers.
+ * Makes the stage of `plan` in `dir`: walks the target's weights over the checkpoint, takes each
+ * share, and writes head, indexes and copies, each atomically. What is there and fits is kept:
+ * indexes are compared, copies read and hashed; a damaged one is made again (with a warning).
+ * Refuses a directory inside the checkpoint, and a copy of another key or form, which only its user
+ * deletes; a stage by reference holds nothing of value and is replaced. Memory: one index and a few
+ * MiB of buffers.
  */
-int stage_make(const char *dir, const struct plan *plan, struct target *t, const struct checkpoint *c,
-	       const struct stage_options *o, struct stage_made *made, struct err *e);
+int stage_make(const char *dir, const struct plan *plan, struct target *t,
+	       const struct checkpoint *c, const struct stage_options *o, struct stage_made *made,
+	       struct err *e);
 
-/* ---- reading --------------------------------------------------------------------------------------------------------- */
+/* ---- reading --------------------------------------------------------------------------------- */
 
 struct stage {
-	struct catalogue catalogue;	/* first: this rank's tensors by name; experts of other ranks are not listed */
+	/* first: this rank's tensors by name; experts of other ranks are not listed */
+	struct catalogue catalogue;
 	char *dir;
 	enum stage_form form;
 	char key[DIGEST_HEX], digest[DIGEST_HEX];	/* digest: of the head */
@@ -96,8 +115,8 @@ struct stage {
 };
 
 /*
- * The share of rank `rank`: reads head and index, checks their hashes, `key` (of the plan) and each file's size, by reference also its mtime.
- * Release after failure is legal.
+ * The share of rank `rank`: reads head and index, checks their hashes, `key` (of the plan) and each
+ * file's size, by reference also its mtime. Release after failure is legal.
  */
 int stage_open(struct stage *s, const char *dir, const char *key, int rank, struct err *e);
 void stage_release(struct stage *s);
@@ -106,9 +125,11 @@ void stage_release(struct stage *s);
 uint64_t stage_bytes(const struct entry *t);
 
 /*
- * Bytes [off, off + n) of an entry's held bytes, decoded; byte 0 is the first of row entry->row0. Thread-safe. A damaged LZ4 block, and a damaged
- * copied tensor when all of it is read at once, is refused. LZ4 blocks are decoded anew in each call: read in large pieces.
+ * Bytes [off, off + n) of an entry's held bytes, decoded; byte 0 is the first of row entry->row0.
+ * Thread-safe. A damaged LZ4 block, and a damaged copied tensor when all of it is read at once, is
+ * refused. LZ4 blocks are decoded anew in each call: read in large pieces.
  */
-int stage_read(struct stage *s, const struct entry *entry, void *buf, uint64_t off, uint64_t n, struct err *e);
+int stage_read(struct stage *s, const struct entry *entry, void *buf, uint64_t off, uint64_t n,
+	       struct err *e);
 
 #endif

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * stage_copy: large sequential reads, one hash, large sequential writes. The next pieces of the source are asked for while one is
- * written, and written pages are handed to the disk at once, so that neither end waits for the other and the last fsync is short.
+ * stage_copy: large sequential reads, one hash, large sequential writes. The next pieces of the
+ * source are asked for while one is written, and written pages are handed to the disk at once, so
+ * that neither end waits for the other and the last fsync is short.
  *
  *	raw: header with room for the hashes | tensors ...	then the header again, with the hashes
  *	lz4: block | block | ...				the table goes to the index
@@ -31,7 +32,7 @@
 #define PIECE_BLOCKS (PIECE / PACK_BLOCK)
 #define RAW_FORMAT "dspark-stage"
 
-/* ---- packing a piece on all cores ------------------------------------------------------------------------------------ */
+/* ---- packing a piece on all cores ------------------------------------------------------------ */
 
 /* Each block of a piece has its own room and scratch memory. */
 struct packer {
@@ -45,10 +46,12 @@ struct packer {
 static int pack_one(void *ctx, int64_t i, struct err *e)
 {
 	struct packer *p = ctx;
-	size_t b = (size_t)i, at = b * PACK_BLOCK, n = p->n - at < PACK_BLOCK ? p->n - at : PACK_BLOCK;
+	size_t b = (size_t)i, at = b * PACK_BLOCK,
+	       n = p->n - at < PACK_BLOCK ? p->n - at : PACK_BLOCK;
 
 	(void)e;
-	p->len[b] = pack_block(p->out + b * pack_bound(PACK_BLOCK), p->src + at, n, p->dtype, p->scratch + b * PACK_SCRATCH);
+	p->len[b] = pack_block(p->out + b * pack_bound(PACK_BLOCK), p->src + at, n, p->dtype,
+			       p->scratch + b * PACK_SCRATCH);
 	return 0;
 }
 
@@ -75,9 +78,10 @@ static struct packer *packer_new(struct err *e)
 	return NULL;
 }
 
-/* ---- files ----------------------------------------------------------------------------------------------------------- */
+/* ---- files ----------------------------------------------------------------------------------- */
 
-int stage_copier_open(struct stage_copier *k, const char *dir, const struct checkpoint *c, struct progress *p, struct err *e)
+int stage_copier_open(struct stage_copier *k, const char *dir, const struct checkpoint *c,
+		      struct progress *p, struct err *e)
 {
 	size_t i;
 
@@ -105,8 +109,8 @@ void stage_copier_release(struct stage_copier *k)
 typedef int piece_fn(void *ctx, const char *buf, size_t n, struct err *e);
 
 /* Bytes [at, at + n) of a file, a piece at a time. */
-static int read_pieces(struct stage_copier *k, int fd, const char *path, uint64_t at, uint64_t n, piece_fn *each, void *ctx,
-		       struct err *e)
+static int read_pieces(struct stage_copier *k, int fd, const char *path, uint64_t at, uint64_t n,
+		       piece_fn *each, void *ctx, struct err *e)
 {
 	while (n) {
 		size_t part = n < PIECE ? (size_t)n : PIECE;
@@ -127,7 +131,10 @@ static void advance(struct stage_copier *k, uint64_t n)
 		progress_update(k->progress, (int64_t)k->done, 0, 0);
 }
 
-/* A checkpoint's file, or the derived one behind them; `path` is for messages and freed by the caller. */
+/*
+ * A checkpoint's file, or the derived one behind them; `path` is for messages and freed by the
+ * caller.
+ */
 static int source(struct stage_copier *k, int i, char **path, struct err *e)
 {
 	bool derived = (size_t)i == k->checkpoint->nfiles;
@@ -141,7 +148,9 @@ static int source(struct stage_copier *k, int i, char **path, struct err *e)
 	return *path ? k->fd[i] : -1;
 }
 
-/* A checkpoint that is being written or downloaded must not become a copy that claims its identity. */
+/*
+ * A checkpoint that is being written or downloaded must not become a copy that claims its identity.
+ */
 static int check_sources(const struct stage_copier *k, struct err *e)
 {
 	const struct checkpoint *c = k->checkpoint;
@@ -206,7 +215,8 @@ static int put_packed(void *ctx, const char *buf, size_t n, struct err *e)
 	p->src = buf;
 	p->n = n;
 	p->dtype = t->dtype;
-	if (parallel_each((int64_t)((n + PACK_BLOCK - 1) / PACK_BLOCK), parallel_threads(), pack_one, p, e))
+	if (parallel_each((int64_t)((n + PACK_BLOCK - 1) / PACK_BLOCK), parallel_threads(),
+			  pack_one, p, e))
 		return -1;
 	for (i = 0; i * PACK_BLOCK < n; i++) {
 		memmove(p->out + to, p->out + i * pack_bound(PACK_BLOCK), p->len[i]);
@@ -220,14 +230,20 @@ static int put_packed(void *ctx, const char *buf, size_t n, struct err *e)
 	return 0;
 }
 
-/* ---- writing --------------------------------------------------------------------------------------------------------- */
+/* ---- writing --------------------------------------------------------------------------------- */
 
-/* The header of a raw copy: tensors in the order of the index, cut ones as [rows, columns]; begin and end are set. */
-static int raw_header(struct text *out, struct st_tensor *st, size_t n, const struct stage_index *x, const char *hashes, struct err *e)
+/*
+ * The header of a raw copy: tensors in the order of the index, cut ones as [rows, columns]; begin
+ * and end are set.
+ */
+static int raw_header(struct text *out, struct st_tensor *st, size_t n, const struct stage_index *x,
+		      const char *hashes, struct err *e)
 {
-	json_t *meta = json_pack("{s:s, s:s, s:o, s:s}", "format", RAW_FORMAT, "key", x->key, "share",
+	json_t *meta = json_pack("{s:s, s:s, s:o, s:s}",
+				 "format", RAW_FORMAT, "key", x->key, "share",
 				 json_sprintf("%d", x->share), "xxh3_128", hashes);
-	int rc = meta ? safetensors_header(out, st, n, meta, 0, 4096, e) : err_fail(e, "out of memory: cannot write a header");
+	int rc = meta ? safetensors_header(out, st, n, meta, 0, 4096, e)
+		      : err_fail(e, "out of memory: cannot write a header");
 
 	json_decref(meta);
 	return rc;
@@ -268,7 +284,8 @@ static char *no_hashes(size_t n, struct err *e)
 	return s;
 }
 
-static int copy_tensor(struct target_file *t, const struct entry *from, piece_fn *each, char hash[DIGEST_HEX], struct err *e)
+static int copy_tensor(struct target_file *t, const struct entry *from, piece_fn *each,
+		       char hash[DIGEST_HEX], struct err *e)
 {
 	char *path;
 	int fd = source(t->k, from->file, &path, e), rc = -1;
@@ -282,7 +299,10 @@ static int copy_tensor(struct target_file *t, const struct entry *from, piece_fn
 	return rc;
 }
 
-/* Reserving the space at once finds a full disk early and keeps the file in few pieces; where it cannot be done nothing is lost. */
+/*
+ * Reserving the space at once finds a full disk early and keeps the file in few pieces; where it
+ * cannot be done nothing is lost.
+ */
 static int reserve(struct target_file *t, uint64_t n, struct err *e)
 {
 	if (n && fallocate(t->file.fd, 0, 0, (off_t)n) && errno == ENOSPC)
@@ -290,7 +310,8 @@ static int reserve(struct target_file *t, uint64_t n, struct err *e)
 	return 0;
 }
 
-static int write_raw(struct target_file *t, struct stage_index *x, struct entry *place, char (*hash)[DIGEST_HEX], struct err *e)
+static int write_raw(struct target_file *t, struct stage_index *x, struct entry *place,
+		     char (*hash)[DIGEST_HEX], struct err *e)
 {
 	struct text header = TEXT_INIT;
 	char *hashes = NULL;
@@ -299,7 +320,8 @@ static int write_raw(struct target_file *t, struct stage_index *x, struct entry 
 	int rc = -1;
 
 	hashes = no_hashes(n, e);
-	if (!st || !hashes || raw_header(&header, st, n, x, hashes, e) || reserve(t, n ? st[n - 1].end : header.len, e))
+	if (!st || !hashes || raw_header(&header, st, n, x, hashes, e) ||
+	    reserve(t, n ? st[n - 1].end : header.len, e))
 		goto out;
 	t->at = len = header.len;
 	for (i = 0; i < x->n; i++) {
@@ -313,7 +335,8 @@ static int write_raw(struct target_file *t, struct stage_index *x, struct entry 
 	if (raw_header(&header, st, n, x, hashes, e))
 		goto out;
 	if (header.len != len)
-		err_fail(e, "the header of '%s' changed its length from %zu to %zu bytes", t->file.path, len, header.len);
+		err_fail(e, "the header of '%s' changed its length from %zu to %zu bytes",
+			 t->file.path, len, header.len);
 	else
 		rc = file_pwrite(t->file.fd, t->file.tmp, header.s, header.len, 0, e);
 out:
@@ -323,14 +346,16 @@ out:
 	return rc;
 }
 
-static int write_packed(struct target_file *t, struct stage_index *x, struct entry *place, char (*hash)[DIGEST_HEX], struct err *e)
+static int write_packed(struct target_file *t, struct stage_index *x, struct entry *place,
+			char (*hash)[DIGEST_HEX], struct err *e)
 {
 	size_t i;
 
 	if (!t->k->packer && !(t->k->packer = packer_new(e)))
 		return -1;
 	for (i = 0; i < x->n; i++) {
-		if (stage_index_blocks(x, i, (stage_bytes(&x->entry[i]) + PACK_BLOCK - 1) / PACK_BLOCK, e))
+		if (stage_index_blocks(
+			    x, i, (stage_bytes(&x->entry[i]) + PACK_BLOCK - 1) / PACK_BLOCK, e))
 			return -1;
 		t->block = x->place[i].block;
 		t->block[0] = place[i].begin = t->at;
@@ -343,11 +368,13 @@ static int write_packed(struct target_file *t, struct stage_index *x, struct ent
 
 static char *copy_name(const struct stage_index *x, struct err *e)
 {
-	return mem_printf(e, "rank-%05d.%s", x->share, x->form == STAGE_LZ4 ? "lz4" : "safetensors");
+	return mem_printf(e, "rank-%05d.%s", x->share,
+			  x->form == STAGE_LZ4 ? "lz4" : "safetensors");
 }
 
 /* The copy is there: its places replace those in the checkpoint. */
-static void settle(struct stage_index *x, const struct entry *place, char (*hash)[DIGEST_HEX], char *name, uint64_t size)
+static void settle(struct stage_index *x, const struct entry *place, char (*hash)[DIGEST_HEX],
+		   char *name, uint64_t size)
 {
 	size_t i;
 
@@ -365,12 +392,15 @@ int stage_copy_make(struct stage_copier *k, struct stage_index *x, struct err *e
 {
 	struct target_file t = { .k = k, .file = FILE_NEW_INIT, .digest = digest_new(e) };
 	struct entry *place = mem_calloc(x->n, sizeof *place, e);
-	char (*hash)[DIGEST_HEX] = mem_calloc(x->n, sizeof *hash, e), *name = copy_name(x, e), *path = NULL;
+	char(*hash)[DIGEST_HEX] = mem_calloc(x->n, sizeof *hash, e), *name = copy_name(x, e),
+	*path = NULL;
 	int rc = -1;
 
-	if (!t.digest || !place || !hash || !name || !(path = file_join(k->dir, name, e)) || file_new_open(&t.file, path, x->share, e))
+	if (!t.digest || !place || !hash || !name || !(path = file_join(k->dir, name, e)) ||
+	    file_new_open(&t.file, path, x->share, e))
 		goto out;
-	if (x->form == STAGE_LZ4 ? write_packed(&t, x, place, hash, e) : write_raw(&t, x, place, hash, e))
+	if (x->form == STAGE_LZ4 ? write_packed(&t, x, place, hash, e)
+				 : write_raw(&t, x, place, hash, e))
 		goto out;
 	if (check_sources(k, e) || file_new_publish(&t.file, e))
 		goto out;
@@ -387,7 +417,7 @@ out:
 	return rc;
 }
 
-/* ---- verifying ------------------------------------------------------------------------------------------------------- */
+/* ---- verifying ------------------------------------------------------------------------------- */
 
 static int misfit(const char *path, const char *why)
 {
@@ -405,9 +435,12 @@ static int hash_piece(void *ctx, const char *buf, size_t n, struct err *e)
 	return 0;
 }
 
-/* The raw copy carries its hashes itself, so that it is kept even where its index was not written any more. */
-static int verify_raw(struct target_file *t, const struct stage_index *x, const char *path, struct entry *place,
-		      char (*hash)[DIGEST_HEX], uint64_t *size, struct err *e)
+/*
+ * The raw copy carries its hashes itself, so that it is kept even where its index was not written
+ * any more.
+ */
+static int verify_raw(struct target_file *t, const struct stage_index *x, const char *path,
+		      struct entry *place, char (*hash)[DIGEST_HEX], uint64_t *size, struct err *e)
 {
 	struct safetensors s = SAFETENSORS_INIT;
 	struct err why = ERR_INIT;
@@ -417,7 +450,8 @@ static int verify_raw(struct target_file *t, const struct stage_index *x, const 
 	int rc = -1;
 
 	if (safetensors_open(&s, path, &why)) {
-		rc = why.code == EXIT_REFUSED ? misfit(path, "is no whole copy") : err_fail(e, "%s", why.text);
+		rc = why.code == EXIT_REFUSED ? misfit(path, "is no whole copy")
+					      : err_fail(e, "%s", why.text);
 		goto out;
 	}
 	key = safetensors_meta(&s, "key");
@@ -431,7 +465,8 @@ static int verify_raw(struct target_file *t, const struct stage_index *x, const 
 		uint64_t n = stage_bytes(&x->entry[i]);
 
 		digest_reset(t->digest);
-		if (n && (!st || st->dtype != x->entry[i].dtype || st->begin != at || st->end - st->begin != n)) {
+		if (n && (!st || st->dtype != x->entry[i].dtype || st->begin != at ||
+			  st->end - st->begin != n)) {
 			rc = misfit(path, "holds other tensors");
 			goto out;
 		}
@@ -455,7 +490,8 @@ out:
 
 static bool same_tensor(const struct entry *a, const struct entry *b)
 {
-	return !strcmp(a->name, b->name) && a->dtype == b->dtype && a->ndim == b->ndim && a->row0 == b->row0 && a->rows == b->rows &&
+	return !strcmp(a->name, b->name) && a->dtype == b->dtype && a->ndim == b->ndim &&
+	       a->row0 == b->row0 && a->rows == b->rows &&
 	       !memcmp(a->shape, b->shape, (size_t)a->ndim * sizeof *a->shape);
 }
 
@@ -472,7 +508,8 @@ static bool same_tensors(const struct stage_index *a, const struct stage_index *
 }
 
 /* Each block vouches for its own bytes: nothing has to be unpacked. */
-static int verify_blocks(struct stage_copier *k, int fd, const char *path, const struct stage_index *x, struct err *e)
+static int verify_blocks(struct stage_copier *k, int fd, const char *path,
+			 const struct stage_index *x, struct err *e)
 {
 	size_t i, b;
 
@@ -500,7 +537,8 @@ static int adopt(struct stage_index *x, struct stage_index *have, struct err *e)
 	for (i = 0; i < x->n; i++) {
 		if (stage_index_blocks(x, i, have->place[i].nblocks, e))
 			return -1;
-		memcpy(x->place[i].block, have->place[i].block, (have->place[i].nblocks + 1) * sizeof(uint64_t));
+		memcpy(x->place[i].block, have->place[i].block,
+		       (have->place[i].nblocks + 1) * sizeof(uint64_t));
 		memcpy(x->place[i].hash, have->place[i].hash, DIGEST_HEX);
 		x->entry[i].file = 0;
 		x->entry[i].begin = have->entry[i].begin;
@@ -512,7 +550,8 @@ static int adopt(struct stage_index *x, struct stage_index *have, struct err *e)
 	return 0;
 }
 
-static int keep_packed(struct stage_copier *k, struct stage_index *x, const char *path, struct err *e)
+static int keep_packed(struct stage_copier *k, struct stage_index *x, const char *path,
+		       struct err *e)
 {
 	struct stage_index have = { 0 };
 	struct err why = ERR_INIT;
@@ -542,7 +581,8 @@ out:
 	return rc;
 }
 
-static int keep_raw(struct stage_copier *k, struct stage_index *x, const char *path, char **name, struct err *e)
+static int keep_raw(struct stage_copier *k, struct stage_index *x, const char *path, char **name,
+		    struct err *e)
 {
 	struct target_file t = { .k = k, .file = FILE_NEW_INIT, .digest = digest_new(e) };
 	struct entry *place = mem_calloc(x->n, sizeof *place, e);
@@ -573,7 +613,8 @@ int stage_copy_keep(struct stage_copier *k, struct stage_index *x, struct err *e
 	if (!file_exists(path))
 		rc = 1;
 	else
-		rc = x->form == STAGE_LZ4 ? keep_packed(k, x, path, e) : keep_raw(k, x, path, &name, e);
+		rc = x->form == STAGE_LZ4 ? keep_packed(k, x, path, e)
+					  : keep_raw(k, x, path, &name, e);
 	if (rc > 0)
 		k->done = before;
 out:

@@ -13,7 +13,8 @@
 #include "stage.h"
 #include "stage_derive.h"
 
-static int put(void *ctx, const char *name, enum dtype dtype, int64_t rows, int64_t cols, const void *data, struct err *e)
+static int put(void *ctx, const char *name, enum dtype dtype, int64_t rows, int64_t cols,
+	       const void *data, struct err *e)
 {
 	struct stage_derivation *d = ctx;
 	int64_t *shape = mem_calloc(2, sizeof *shape, e);
@@ -26,7 +27,11 @@ static int put(void *ctx, const char *name, enum dtype dtype, int64_t rows, int6
 	}
 	shape[0] = rows;
 	shape[1] = cols;
-	d->entry[d->n++] = (struct entry){ .name = copy, .dtype = dtype, .ndim = cols == 1 ? 1 : 2, .shape = shape, .rows = rows };
+	d->entry[d->n++] = (struct entry){ .name = copy,
+					   .dtype = dtype,
+					   .ndim = cols == 1 ? 1 : 2,
+					   .shape = shape,
+					   .rows = rows };
 	text_addn(&d->data, data, (size_t)(rows * cols) * dtype_size(dtype));
 	return text_ok(&d->data, e);
 }
@@ -40,7 +45,9 @@ static int lay_out(struct stage_derivation *d, int file, struct err *e)
 	if (!st)
 		return -1;
 	for (i = 0; i < d->n; i++) {
-		st[i] = (struct st_tensor){ .name = (char *)d->entry[i].name, .dtype = d->entry[i].dtype, .ndim = d->entry[i].ndim };
+		st[i] = (struct st_tensor){ .name = (char *)d->entry[i].name,
+					    .dtype = d->entry[i].dtype,
+					    .ndim = d->entry[i].ndim };
 		memcpy(st[i].shape, d->entry[i].shape, 2 * sizeof *st[i].shape);
 	}
 	rc = safetensors_header(&d->bytes, st, d->n, NULL, 0, 0, e);
@@ -58,7 +65,8 @@ static int lay_out(struct stage_derivation *d, int file, struct err *e)
 	return rc;
 }
 
-int stage_derive(struct stage_derivation *d, struct target *t, const char *dir, int file, struct err *e)
+int stage_derive(struct stage_derivation *d, struct target *t, const char *dir, int file,
+		 struct err *e)
 {
 	*d = (struct stage_derivation){ 0 };
 	if (!t->model->derive)

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * stage_index: writes and believes heads and indexes. A text is parsed only after its own hash has been checked; what the
- * hash cannot vouch for (numbers that contradict each other) is refused all the same, since stages are public files.
+ * stage_index: writes and believes heads and indexes. A text is parsed only after its own hash has
+ * been checked; what the hash cannot vouch for (numbers that contradict each other) is refused all
+ * the same, since stages are public files.
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
@@ -53,8 +54,8 @@ static bool is_sealed(const struct text *t, size_t brace, char hex[DIGEST_HEX])
 	       !memcmp(t->s + t->len - (sizeof SEAL_END - 1), SEAL_END, sizeof SEAL_END - 1);
 }
 
-static int read_common(const json_t *o, const char *path, const char *format, char key[DIGEST_HEX], enum stage_form *form,
-		       struct err *e)
+static int read_common(const json_t *o, const char *path, const char *format, char key[DIGEST_HEX],
+		       enum stage_form *form, struct err *e)
 {
 	const char *s, *k, *f;
 	int64_t version;
@@ -62,7 +63,9 @@ static int read_common(const json_t *o, const char *path, const char *format, ch
 	if (json_str(o, path, "format", &s, e) || json_int(o, path, "version", &version, e))
 		return -1;
 	if (strcmp(s, format) || version != VERSION)
-		return err_refuse(e, "'%s' has format '%s' version %" PRId64 ", not '%s' version %d", path, s, version, format, VERSION);
+		return err_refuse(e,
+				  "'%s' has format '%s' version %" PRId64 ", not '%s' version %d",
+				  path, s, version, format, VERSION);
 	if (json_str(o, path, "key", &k, e) || json_str(o, path, "form", &f, e))
 		return -1;
 	for (*form = 0; *form < STAGE_FORMS && strcmp(forms[*form], f);)
@@ -73,7 +76,7 @@ static int read_common(const json_t *o, const char *path, const char *format, ch
 	return 0;
 }
 
-/* ---- the head -------------------------------------------------------------------------------------------------------- */
+/* ---- the head -------------------------------------------------------------------------------- */
 
 void stage_head_release(struct stage_head *h)
 {
@@ -88,12 +91,15 @@ void stage_head_release(struct stage_head *h)
 
 int stage_head_text(struct text *out, struct stage_head *h, struct err *e)
 {
-	json_t *o = json_pack("{s:s, s:i, s:s, s:s, s:i, s:s*}", "format", HEAD_FORMAT, "version", VERSION, "key", h->key,
-			      "form", forms[h->form], "shares", h->shares, "checkpoint", h->checkpoint);
+	json_t *o = json_pack("{s:s, s:i, s:s, s:s, s:i, s:s*}",
+			      "format", HEAD_FORMAT, "version", VERSION, "key", h->key,
+			      "form", forms[h->form], "shares", h->shares,
+			      "checkpoint", h->checkpoint);
 	size_t i;
 
 	if (!o)
-		return err_refuse(e, "the checkpoint's path '%s' is not valid UTF-8", h->checkpoint ? h->checkpoint : "");
+		return err_refuse(e, "the checkpoint's path '%s' is not valid UTF-8",
+				  h->checkpoint ? h->checkpoint : "");
 	text_clear(out);
 	json_line(out, o);
 	json_decref(o);
@@ -103,10 +109,12 @@ int stage_head_text(struct text *out, struct stage_head *h, struct err *e)
 	if (h->checkpoint)
 		text_add(out, ",\"files\":[");
 	for (i = 0; i < h->nfiles; i++) {
-		o = json_pack("{s:s, s:I, s:I}", "name", h->file[i].name, "size", (json_int_t)h->file[i].size,
+		o = json_pack("{s:s, s:I, s:I}",
+			      "name", h->file[i].name, "size", (json_int_t)h->file[i].size,
 			      "mtime_ns", (json_int_t)h->file[i].mtime_ns);
 		if (!o)
-			return err_refuse(e, "the file name '%s' is not valid UTF-8", h->file[i].name);
+			return err_refuse(e, "the file name '%s' is not valid UTF-8",
+					  h->file[i].name);
 		text_add(out, i ? ",\n" : "\n");
 		json_line(out, o);
 		json_decref(o);
@@ -154,7 +162,8 @@ static int parse_head(struct stage_head *h, const struct text *t, const char *pa
 	int64_t shares;
 	int rc = -1;
 
-	if (!o || read_common(o, path, HEAD_FORMAT, h->key, &h->form, e) || json_int(o, path, "shares", &shares, e))
+	if (!o || read_common(o, path, HEAD_FORMAT, h->key, &h->form, e) ||
+	    json_int(o, path, "shares", &shares, e))
 		goto out;
 	if (shares < 1 || shares > INT32_MAX) {
 		err_refuse(e, "'%s': %" PRId64 " shares", path, shares);
@@ -171,8 +180,11 @@ int stage_head_parse(struct stage_head *h, const struct text *t, const char *wha
 {
 	*h = (struct stage_head){ 0 };
 	if (!is_sealed(t, 0, h->digest))
-		return err_refuse(e, "'%s' is damaged or no stage of dspark: its last member does not vouch for its bytes; remove its "
-				  "directory and run dspark-load again, or give another -s", what);
+		return err_refuse(e,
+				  "'%s' is damaged or no stage of dspark: its last member does not "
+				  "vouch for its bytes; remove its "
+				  "directory and run dspark-load again, or give another -s",
+				  what);
 	if (!parse_head(h, t, what, e))
 		return 0;
 	stage_head_release(h);
@@ -197,7 +209,7 @@ int stage_head_read(struct stage_head *h, const char *dir, struct err *e)
 	return rc;
 }
 
-/* ---- an index -------------------------------------------------------------------------------------------------------- */
+/* ---- an index -------------------------------------------------------------------------------- */
 
 #define CHUNK ((size_t)1 << 20)
 
@@ -282,9 +294,12 @@ static int tensor_line(struct text *out, const struct stage_index *x, size_t i, 
 	for (k = 0; k < (size_t)t->ndim; k++)
 		json_array_append_new(shape, json_integer(t->shape[k]));
 	for (k = 0; k < p->nblocks; k++)
-		json_array_append_new(blocks, json_integer((json_int_t)(p->block[k + 1] - p->block[k])));
-	o = json_pack("{s:s, s:s, s:o, s:I, s:I, s:i, s:I, s:I, s:s*, s:o*}", "name", t->name, "dtype", dtype_name(t->dtype),
-		      "shape", shape, "row", (json_int_t)t->row0, "rows", (json_int_t)t->rows, "file", t->file,
+		json_array_append_new(blocks,
+				      json_integer((json_int_t)(p->block[k + 1] - p->block[k])));
+	o = json_pack("{s:s, s:s, s:o, s:I, s:I, s:i, s:I, s:I, s:s*, s:o*}",
+		      "name", t->name, "dtype", dtype_name(t->dtype),
+		      "shape", shape, "row", (json_int_t)t->row0, "rows", (json_int_t)t->rows,
+		      "file", t->file,
 		      "begin", (json_int_t)t->begin, "end", (json_int_t)t->end,
 		      "xxh3_128", p->hash[0] ? p->hash : NULL, "blocks", blocks);
 	if (!o)
@@ -297,8 +312,10 @@ static int tensor_line(struct text *out, const struct stage_index *x, size_t i, 
 
 int stage_index_text(struct text *out, const struct stage_index *x, struct err *e)
 {
-	json_t *o = json_pack("{s:s, s:i, s:s, s:s, s:i, s:I, s:I, s:s*}", "format", INDEX_FORMAT, "version", VERSION, "key", x->key,
-			      "form", forms[x->form], "share", x->share, "tensors", (json_int_t)x->n,
+	json_t *o = json_pack("{s:s, s:i, s:s, s:s, s:i, s:I, s:I, s:s*}",
+			      "format", INDEX_FORMAT, "version", VERSION, "key", x->key,
+			      "form", forms[x->form], "share", x->share,
+			      "tensors", (json_int_t)x->n,
 			      "bytes", (json_int_t)stage_index_bytes(x), "file", x->file);
 	char hex[DIGEST_HEX];
 	size_t i;
@@ -324,10 +341,13 @@ int stage_index_text(struct text *out, const struct stage_index *x, struct err *
 
 static int bad_tensor(const char *path, const char *name, struct err *e)
 {
-	return err_refuse(e, "'%s': tensor '%s' contradicts itself: the index was not written by dspark-load", path, name);
+	return err_refuse(
+		e, "'%s': tensor '%s' contradicts itself: the index was not written by dspark-load",
+		path, name);
 }
 
-static int read_shape(struct stage_index *x, struct entry *t, const json_t *o, const char *path, struct err *e)
+static int read_shape(struct stage_index *x, struct entry *t, const json_t *o, const char *path,
+		      struct err *e)
 {
 	const json_t *shape = json_object_get(o, "shape");
 	int64_t *dim, total = 1;
@@ -347,8 +367,8 @@ static int read_shape(struct stage_index *x, struct entry *t, const json_t *o, c
 }
 
 /* The table of block lengths, as offsets: they fill [begin, end) exactly. */
-static int read_blocks(struct stage_index *x, const struct entry *t, struct stage_place *p, const json_t *blocks, const char *path,
-		       struct err *e)
+static int read_blocks(struct stage_index *x, const struct entry *t, struct stage_place *p,
+		       const json_t *blocks, const char *path, struct err *e)
 {
 	size_t i, n = json_array_size(blocks);
 
@@ -374,8 +394,9 @@ static int read_tensor(struct stage_index *x, const json_t *o, const char *path,
 	struct entry t = { 0 };
 	char *copy;
 
-	if (json_str(o, path, "name", &name, e) || json_str(o, path, "dtype", &dtype, e) || json_int(o, path, "file", &file, e) ||
-	    json_int(o, path, "begin", &begin, e) || json_int(o, path, "end", &end, e) || json_int(o, path, "row", &t.row0, e) ||
+	if (json_str(o, path, "name", &name, e) || json_str(o, path, "dtype", &dtype, e) ||
+	    json_int(o, path, "file", &file, e) || json_int(o, path, "begin", &begin, e) ||
+	    json_int(o, path, "end", &end, e) || json_int(o, path, "row", &t.row0, e) ||
 	    json_int(o, path, "rows", &t.rows, e) || json_str_or(o, path, "xxh3_128", "", &hash, e))
 		return -1;
 	t.name = copy = cut(x, strlen(name) + 1, e);
@@ -388,28 +409,36 @@ static int read_tensor(struct stage_index *x, const json_t *o, const char *path,
 	t.end = (uint64_t)end;
 	if (read_shape(x, &t, o, path, e))
 		return -1;
-	if (t.dtype == DT_NONE || file < 0 || file > INT32_MAX || begin < 0 || end < begin || t.row0 < 0 || t.rows < 0 ||
-	    t.rows > entry_rows(&t) || t.row0 > entry_rows(&t) - t.rows || (strlen(hash) != DIGEST_HEX - 1) != (x->form == STAGE_REFERENCE) ||
+	if (t.dtype == DT_NONE || file < 0 || file > INT32_MAX || begin < 0 || end < begin ||
+	    t.row0 < 0 || t.rows < 0 || t.rows > entry_rows(&t) ||
+	    t.row0 > entry_rows(&t) - t.rows ||
+	    (strlen(hash) != DIGEST_HEX - 1) != (x->form == STAGE_REFERENCE) ||
 	    (x->form != STAGE_LZ4 && t.end - t.begin != stage_bytes(&t)))
 		return bad_tensor(path, name, e);
 	if (stage_index_add(x, &t, e))
 		return -1;
 	if (x->form != STAGE_REFERENCE)
 		memcpy(x->place[x->n - 1].hash, hash, DIGEST_HEX);
-	return x->form == STAGE_LZ4 ? read_blocks(x, &t, &x->place[x->n - 1], json_object_get(o, "blocks"), path, e) : 0;
+	return x->form == STAGE_LZ4 ? read_blocks(x, &t, &x->place[x->n - 1],
+						  json_object_get(o, "blocks"), path, e)
+				    : 0;
 }
 
-static int read_first(struct stage_index *x, const json_t *o, const char *path, int64_t *tensors, struct err *e)
+static int read_first(struct stage_index *x, const json_t *o, const char *path, int64_t *tensors,
+		      struct err *e)
 {
 	int64_t share, size;
 	const char *file;
 
-	if (read_common(o, path, INDEX_FORMAT, x->key, &x->form, e) || json_int(o, path, "share", &share, e) ||
-	    json_int(o, path, "tensors", tensors, e) || json_str_or(o, path, "file", NULL, &file, e) ||
+	if (read_common(o, path, INDEX_FORMAT, x->key, &x->form, e) ||
+	    json_int(o, path, "share", &share, e) || json_int(o, path, "tensors", tensors, e) ||
+	    json_str_or(o, path, "file", NULL, &file, e) ||
 	    json_int_or(o, path, "size", 0, &size, e))
 		return -1;
-	if ((x->form == STAGE_REFERENCE) != !file || (file && strchr(file, '/')) || size < 0 || share < 0 || share > INT32_MAX)
-		return err_refuse(e, "'%s' contradicts itself: it was not written by dspark-load", path);
+	if ((x->form == STAGE_REFERENCE) != !file || (file && strchr(file, '/')) || size < 0 ||
+	    share < 0 || share > INT32_MAX)
+		return err_refuse(e, "'%s' contradicts itself: it was not written by dspark-load",
+				  path);
 	x->share = (int)share;
 	x->size = (uint64_t)size;
 	x->file = file ? mem_strdup(file, e) : NULL;
@@ -427,14 +456,20 @@ static int parse_index(struct stage_index *x, const struct text *t, const char *
 
 		stop = memchr(line, '\n', (size_t)(end - line));
 		if (!stop)
-			return err_refuse(e, "'%s' was not written by dspark-load: its lines are cut", path);
+			return err_refuse(
+				e, "'%s' was not written by dspark-load: its lines are cut", path);
 		o = json_parse(line, (size_t)(stop - line), path, e);
-		rc = !o ? -1 : tensors < 0 ? read_first(x, o, path, &tensors, e) : read_tensor(x, o, path, e);
+		rc = !o            ? -1
+		     : tensors < 0 ? read_first(x, o, path, &tensors, e)
+				   : read_tensor(x, o, path, e);
 		json_decref(o);
 		if (rc)
 			return -1;
 	}
-	return tensors == (int64_t)x->n ? 0 : err_refuse(e, "'%s' lists %zu tensors where it says %" PRId64, path, x->n, tensors);
+	return tensors == (int64_t)x->n
+		       ? 0
+		       : err_refuse(e, "'%s' lists %zu tensors where it says %" PRId64, path, x->n,
+				    tensors);
 }
 
 int stage_index_parse(struct stage_index *x, const struct text *t, const char *what, struct err *e)
@@ -443,7 +478,10 @@ int stage_index_parse(struct stage_index *x, const struct text *t, const char *w
 
 	*x = (struct stage_index){ 0 };
 	if (!is_sealed(t, 1, hex))
-		return err_refuse(e, "'%s' is damaged: its last line does not vouch for its bytes; run dspark-load again", what);
+		return err_refuse(e,
+				  "'%s' is damaged: its last line does not vouch for its bytes; "
+				  "run dspark-load again",
+				  what);
 	if (!parse_index(x, t, what, e))
 		return 0;
 	stage_index_release(x);

@@ -13,7 +13,8 @@
  *				 "xxh3_128":"...","blocks":[61]}			one line a tensor; hash in copies, blocks in LZ4 only
  *				{"xxh3_128":"..."}
  *
- * Both end with a hash of all bytes before `"xxh3_128"` of the last line (in an index: before its brace, too: of all lines but the last).
+ * Both end with a hash of all bytes before `"xxh3_128"` of the last line (in an index: before its
+ * brace, too: of all lines but the last).
  */
 #ifndef DSPARK_STAGE_INDEX_H
 #define DSPARK_STAGE_INDEX_H
@@ -40,7 +41,8 @@ struct stage_head {
 /* 0 read, 1 there is no stage.json, -1 refused (damaged, another format or version). */
 int stage_head_read(struct stage_head *h, const char *dir, struct err *e);
 int stage_head_parse(struct stage_head *h, const struct text *t, const char *what, struct err *e);
-int stage_head_text(struct text *out, struct stage_head *h, struct err *e);	/* also sets h->digest */
+/* also sets h->digest */
+int stage_head_text(struct text *out, struct stage_head *h, struct err *e);
 void stage_head_release(struct stage_head *h);
 
 /* Where a tensor's bytes lie, beside its entry. */
@@ -68,9 +70,11 @@ int stage_index_name(char **path, const char *dir, int share, struct err *e);
 int stage_index_read(struct stage_index *x, const char *path, struct err *e);
 int stage_index_parse(struct stage_index *x, const struct text *t, const char *what, struct err *e);
 int stage_index_text(struct text *out, const struct stage_index *x, struct err *e);
-int stage_index_add(struct stage_index *x, const struct entry *t, struct err *e);	/* borrows name and shape */
-int stage_index_blocks(struct stage_index *x, size_t i, size_t n, struct err *e);	/* makes tensor i's table, zeroed */
-uint64_t stage_index_bytes(const struct stage_index *x);				/* held, decoded */
+/* borrows name and shape */
+int stage_index_add(struct stage_index *x, const struct entry *t, struct err *e);
+/* makes tensor i's table, zeroed */
+int stage_index_blocks(struct stage_index *x, size_t i, size_t n, struct err *e);
+uint64_t stage_index_bytes(const struct stage_index *x);			/* held, decoded */
 void stage_index_release(struct stage_index *x);
 
 #endif

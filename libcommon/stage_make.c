@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Making a stage. The weight walk is made once; each source of each weight is kept as a use (48 bytes), and a share is what
- * remains of all uses between its first and last row. The head comes first: it claims the directory. A share is there once its index is.
+ * Making a stage. The weight walk is made once; each source of each weight is kept as a use (48
+ * bytes), and a share is what remains of all uses between its first and last row. The head comes
+ * first: it claims the directory. A share is there once its index is.
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
@@ -36,7 +37,7 @@ struct use {
 	uint32_t rule, entry;
 	int64_t at, rows;		/* rows [at, at + rows) of the weight's stack */
 	int64_t from;			/* first of them in the entry */
-	int64_t whole;			/* not 0: any of them needs that many rows of the entry, all it has */
+	int64_t whole;	/* not 0: any of them needs that many rows of the entry, all it has */
 };
 
 struct maker {
@@ -57,7 +58,7 @@ struct maker {
 	int lock;
 };
 
-/* ---- the walk -------------------------------------------------------------------------------------------------------- */
+/* ---- the walk -------------------------------------------------------------------------------- */
 
 static const struct entry *find(const struct catalogue *c, const char *name)
 {
@@ -71,24 +72,31 @@ static const struct entry *find(const struct catalogue *c, const char *name)
 /* Entries are numbered through: the checkpoint's, then the derived ones. */
 static const struct entry *entry_at(const struct maker *m, uint32_t i)
 {
-	return i < m->checkpoint->nentries ? &m->checkpoint->entry[i] : &m->derived.entry[i - m->checkpoint->nentries];
+	return i < m->checkpoint->nentries ? &m->checkpoint->entry[i]
+					   : &m->derived.entry[i - m->checkpoint->nentries];
 }
 
 static uint32_t number_of(const struct maker *m, const struct entry *t)
 {
-	return (uint32_t)((size_t)t->file < m->checkpoint->nfiles ? t - m->checkpoint->entry
-								  : t - m->derived.entry + (ptrdiff_t)m->checkpoint->nentries);
+	return (uint32_t)((size_t)t->file < m->checkpoint->nfiles
+				  ? t - m->checkpoint->entry
+				  : t - m->derived.entry + (ptrdiff_t)m->checkpoint->nentries);
 }
 
-static int put_use(struct maker *m, const struct entry *t, int64_t at, int64_t rows, int64_t from, struct err *e)
+static int put_use(struct maker *m, const struct entry *t, int64_t at, int64_t rows, int64_t from,
+		   struct err *e)
 {
 	if (mem_grow(&m->use, &m->capuses, m->nuses + 1, sizeof *m->use, e))
 		return -1;
-	m->use[m->nuses++] = (struct use){ (uint32_t)(m->nrules - 1), number_of(m, t), at, rows, from, 0 };
+	m->use[m->nuses++] =
+		(struct use){ (uint32_t)(m->nrules - 1), number_of(m, t), at, rows, from, 0 };
 	return 0;
 }
 
-/* Scales of single rows are cut with them; a grid whose scales cover several rows goes whole with any row of its tensor. */
+/*
+ * Scales of single rows are cut with them; a grid whose scales cover several rows goes whole with
+ * any row of its tensor.
+ */
 static int add_use(void *ctx, const struct weight_source *src, struct err *e)
 {
 	struct maker *m = ctx;
@@ -111,7 +119,10 @@ struct walker {
 	struct maker *m;
 };
 
-/* A table, and the head that only target_weights wants, may be read whole from where they lie; in a copy they are cut. */
+/*
+ * A table, and the head that only target_weights wants, may be read whole from where they lie; in a
+ * copy they are cut.
+ */
 static enum shard rule_of(const struct maker *m, const struct weight_spec *s)
 {
 	bool anywhere = s->shard == SHARD_TABLE || s->unit == UNIT_EXPORT;
@@ -125,7 +136,8 @@ static int visit(struct weight_walk *walk, const struct weight_spec *s, struct e
 	struct weight_storage storage;
 
 	if (m->mesh.sharded && s->shard == SHARD_EXPERT && s->count % m->mesh.ep)
-		return err_refuse(e, "%" PRId64 " experts cannot be divided by ep_size %d", s->count, m->mesh.ep);
+		return err_refuse(e, "%" PRId64 " experts cannot be divided by ep_size %d",
+				  s->count, m->mesh.ep);
 	if (mem_grow(&m->rule, &m->caprules, m->nrules + 1, sizeof *m->rule, e))
 		return -1;
 	m->rule[m->nrules++] = (struct rule){ rule_of(m, s), s->count, s->rows };
@@ -140,10 +152,14 @@ static int walk(struct maker *m, struct target *t, struct err *e)
 	return m->slot ? t->model->weights(t, &w.walk, e) : -1;
 }
 
-/* ---- one share ------------------------------------------------------------------------------------------------------- */
+/* ---- one share ------------------------------------------------------------------------------- */
 
-/* Rows [from, from + n) of a tensor are held too. A tensor of several weights, or of one in several pieces, is held from the first to the last. */
-static int hold(struct maker *m, struct stage_index *x, uint32_t i, int64_t from, int64_t n, struct err *e)
+/*
+ * Rows [from, from + n) of a tensor are held too. A tensor of several weights, or of one in several
+ * pieces, is held from the first to the last.
+ */
+static int hold(struct maker *m, struct stage_index *x, uint32_t i, int64_t from, int64_t n,
+		struct err *e)
 {
 	struct entry *t;
 
@@ -170,9 +186,11 @@ static int hold(struct maker *m, struct stage_index *x, uint32_t i, int64_t from
 }
 
 /* `u` within rows [first, end) of its weight. */
-static int take_use(struct maker *m, struct stage_index *x, const struct use *u, int64_t first, int64_t end, struct err *e)
+static int take_use(struct maker *m, struct stage_index *x, const struct use *u, int64_t first,
+		    int64_t end, struct err *e)
 {
-	int64_t low = u->at > first ? u->at : first, high = u->at + u->rows < end ? u->at + u->rows : end;
+	int64_t low = u->at > first ? u->at : first,
+		high = u->at + u->rows < end ? u->at + u->rows : end;
 
 	if (low < high && u->whole)
 		return hold(m, x, u->entry, 0, u->whole, e);
@@ -209,12 +227,13 @@ static int take_share(struct maker *m, int share, struct stage_index *x, struct 
 }
 
 /* `path` is published unless it has these bytes already. */
-static int publish_new(struct maker *m, const char *path, int share, const struct text *want, struct err *e)
+static int publish_new(struct maker *m, const char *path, int share, const struct text *want,
+		       struct err *e)
 {
 	struct text have = TEXT_INIT;
 	struct err none = ERR_INIT;
-	bool same = file_exists(path) && !file_read_all(path, want->len, &have, &none) && have.len == want->len &&
-		    !memcmp(have.s, want->s, want->len);
+	bool same = file_exists(path) && !file_read_all(path, want->len, &have, &none) &&
+		    have.len == want->len && !memcmp(have.s, want->s, want->len);
 
 	text_release(&have);
 	if (same)
@@ -250,7 +269,9 @@ static int check_space(const struct maker *m, const struct stage_index *x, struc
 	if (space.free < bytes) {
 		text_bytes(&need, (double)bytes);
 		text_bytes(&have, (double)space.free);
-		rc = err_fail(e, "'%s' has %s free, the copy of share %d needs %s: make room, try --copy=lz4, or stage by reference",
+		rc = err_fail(e,
+			      "'%s' has %s free, the copy of share %d needs %s: make room, try "
+			      "--copy=lz4, or stage by reference",
 			      m->dir, have.s, x->share, need.s);
 	}
 	text_release(&need);
@@ -258,7 +279,10 @@ static int check_space(const struct maker *m, const struct stage_index *x, struc
 	return rc;
 }
 
-/* Ranks on one node ask for the same share: who is first makes it, the others wait and find it. Without locks all make it, with the same bytes. */
+/*
+ * Ranks on one node ask for the same share: who is first makes it, the others wait and find it.
+ * Without locks all make it, with the same bytes.
+ */
 static void lock_share(const struct maker *m, int share, enum file_lock how)
 {
 	struct err none = ERR_INIT;
@@ -276,8 +300,11 @@ static int copy_share(struct maker *m, struct stage_copier *k, struct stage_inde
 	if (rc > 0) {
 		m->made->reused = false;
 		if (!m->may_copy)
-			rc = err_refuse(e, "'%s' is a stage of form '%s' without a good copy of share %d: add --copy%s, or give another -s",
-					m->dir, stage_form_name(x->form), x->share, x->form == STAGE_LZ4 ? "=lz4" : "");
+			rc = err_refuse(e,
+					"'%s' is a stage of form '%s' without a good copy of share "
+					"%d: add --copy%s, or give another -s",
+					m->dir, stage_form_name(x->form), x->share,
+					x->form == STAGE_LZ4 ? "=lz4" : "");
 		else
 			rc = check_space(m, x, e) ? -1 : stage_copy_make(k, x, e);
 	}
@@ -287,7 +314,7 @@ static int copy_share(struct maker *m, struct stage_copier *k, struct stage_inde
 	return rc;
 }
 
-/* ---- the directory --------------------------------------------------------------------------------------------------- */
+/* ---- the directory --------------------------------------------------------------------------- */
 
 /* `path` without links, although its last parts may not exist yet. */
 static char *real_path(const char *path, struct err *e)
@@ -321,7 +348,8 @@ static bool is_inside(const char *path, const char *dir)
 
 static int check_place(const struct maker *m, struct err *e)
 {
-	char *dir = real_path(m->dir, e), *model = dir ? real_path(m->checkpoint->dir, e) : NULL, *cache = NULL, *path = NULL;
+	char *dir = real_path(m->dir, e), *model = dir ? real_path(m->checkpoint->dir, e) : NULL,
+	     *cache = NULL, *path = NULL;
 	int rc = -1;
 
 	if (model && m->plan->cache_dir) {
@@ -331,10 +359,13 @@ static int check_place(const struct maker *m, struct err *e)
 	if (!model || (m->plan->cache_dir && !cache))
 		goto out;
 	if (is_inside(dir, model))
-		err_refuse(e, "stage '%s' would lie in the checkpoint '%s', which is never written: give another -s", m->dir,
-			   m->checkpoint->dir);
+		err_refuse(e,
+			   "stage '%s' would lie in the checkpoint '%s', which is never written: "
+			   "give another -s",
+			   m->dir, m->checkpoint->dir);
 	else if (cache && is_inside(dir, cache))
-		err_refuse(e, "stage '%s' would lie in the cache '%s': give another -s", m->dir, path);
+		err_refuse(e, "stage '%s' would lie in the cache '%s': give another -s", m->dir,
+			   path);
 	else
 		rc = 0;
 out:
@@ -345,7 +376,10 @@ out:
 	return rc;
 }
 
-/* What is there decides: taken, replaced (a stage by reference holds nothing of value) or left to its user. */
+/*
+ * What is there decides: taken, replaced (a stage by reference holds nothing of value) or left to
+ * its user.
+ */
 static int settle_form(struct maker *m, struct err *e)
 {
 	struct stage_head old;
@@ -356,14 +390,19 @@ static int settle_form(struct maker *m, struct err *e)
 	if (rc || old.form == STAGE_REFERENCE) {
 		rc = rc < 0 ? -1 : 0;
 	} else if (strcmp(old.key, m->head.key)) {
-		rc = err_refuse(e, "'%s' holds a copy of other weights or for another sharding (its key is %s, the plan's %s): "
-				"remove it or give another -s", m->dir, old.key, m->head.key);
+		rc = err_refuse(e,
+				"'%s' holds a copy of other weights or for another sharding (its "
+				"key is %s, the plan's %s): "
+				"remove it or give another -s",
+				m->dir, old.key, m->head.key);
 	} else if (m->o->form == STAGE_REFERENCE) {
 		m->head.form = old.form;
 		m->may_copy = false;
 	} else if (m->o->form != old.form) {
-		rc = err_refuse(e, "'%s' holds these weights in the form '%s', not '%s': remove it or give another -s", m->dir,
-				stage_form_name(old.form), stage_form_name(m->o->form));
+		rc = err_refuse(e,
+				"'%s' holds these weights in the form '%s', not '%s': remove it or "
+				"give another -s",
+				m->dir, stage_form_name(old.form), stage_form_name(m->o->form));
 	}
 	stage_head_release(&old);
 	return rc;
@@ -447,7 +486,10 @@ static int write_head(struct maker *m, struct err *e)
 	return rc;
 }
 
-/* Temporaries of dead processes go; those that other hosts left only when nobody else is at work here. */
+/*
+ * Temporaries of dead processes go; those that other hosts left only when nobody else is at work
+ * here.
+ */
 static int enter(struct maker *m, struct err *e)
 {
 	struct err none = ERR_INIT;
@@ -482,13 +524,15 @@ static int check_key(const struct maker *m, struct err *e)
 {
 	char key[DIGEST_HEX];
 
-	stage_key(key, m->plan->weights, &m->mesh, m->plan->target_layers, m->plan->force_hf, m->derived.digest);
+	stage_key(key, m->plan->weights, &m->mesh, m->plan->target_layers, m->plan->force_hf,
+		  m->derived.digest);
 	if (strcmp(key, m->plan->stage_key))
-		return err_refuse(e, "the plan's stage key is not what this version makes of it: run dspark-plan again");
+		return err_refuse(e, "the plan's stage key is not what this version makes of it: "
+				     "run dspark-plan again");
 	return 0;
 }
 
-/* ---- all shares ------------------------------------------------------------------------------------------------------ */
+/* ---- all shares ------------------------------------------------------------------------------ */
 
 static bool *wanted_shares(const struct maker *m, struct err *e)
 {
@@ -507,7 +551,8 @@ static bool *wanted_shares(const struct maker *m, struct err *e)
 }
 
 /* Each wanted share in turn; `k` NULL only counts its bytes. */
-static int each_share(struct maker *m, const bool *want, struct stage_copier *k, uint64_t *bytes, struct err *e)
+static int each_share(struct maker *m, const bool *want, struct stage_copier *k, uint64_t *bytes,
+		      struct err *e)
 {
 	int s, rc = 0;
 
@@ -520,7 +565,8 @@ static int each_share(struct maker *m, const bool *want, struct stage_copier *k,
 		rc = take_share(m, s, &x, e);
 		*bytes += stage_index_bytes(&x);
 		if (!rc && k)
-			rc = x.form == STAGE_REFERENCE ? publish_index(m, &x, e) : copy_share(m, k, &x, e);
+			rc = x.form == STAGE_REFERENCE ? publish_index(m, &x, e)
+						       : copy_share(m, k, &x, e);
 		stage_index_release(&x);
 	}
 	return rc;
@@ -547,20 +593,30 @@ static int make_shares(struct maker *m, const bool *want, struct err *e)
 	return rc;
 }
 
-int stage_make(const char *dir, const struct plan *plan, struct target *t, const struct checkpoint *c,
-	       const struct stage_options *o, struct stage_made *made, struct err *e)
+int stage_make(const char *dir, const struct plan *plan, struct target *t,
+	       const struct checkpoint *c, const struct stage_options *o, struct stage_made *made,
+	       struct err *e)
 {
-	struct maker m = { .catalogue = { .find = find, .path = c->dir, .staged = true }, .dir = dir, .plan = plan, .checkpoint = c, .o = o, .made = made, .lock = -1,
+	struct maker m = { .catalogue = { .find = find, .path = c->dir, .staged = true },
+			   .dir = dir,
+			   .plan = plan,
+			   .checkpoint = c,
+			   .o = o,
+			   .made = made,
+			   .lock = -1,
 			   .mesh = { plan->world, plan->ep, plan->replicate, plan->sharded } };
 	bool *want = NULL;
 	int rc = -1;
 
 	*made = (struct stage_made){ .reused = true };
 	memcpy(m.head.key, plan->stage_key, DIGEST_HEX);
-	if (stage_derive(&m.derived, t, c->dir, (int)c->nfiles, e) || check_key(&m, e) || stage_shares(&m.mesh, &m.head.shares, e) || check_place(&m, e) || settle_form(&m, e) || walk(&m, t, e))
+	if (stage_derive(&m.derived, t, c->dir, (int)c->nfiles, e) || check_key(&m, e) ||
+	    stage_shares(&m.mesh, &m.head.shares, e) || check_place(&m, e) || settle_form(&m, e) ||
+	    walk(&m, t, e))
 		goto out;
 	want = wanted_shares(&m, e);
-	if (!want || enter(&m, e) || write_derived(&m, e) || write_head(&m, e) || make_shares(&m, want, e))
+	if (!want || enter(&m, e) || write_derived(&m, e) || write_head(&m, e) ||
+	    make_shares(&m, want, e))
 		goto out;
 	made->form = m.head.form;
 	made->shares = m.head.shares;

@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Binding and filling. After weights_open no name is looked up again: every bound weight knows its sources as stage entries.
+ * Binding and filling. After weights_open no name is looked up again: every bound weight knows its
+ * sources as stage entries.
  *
- * A weight is filled in slices of about 8 MiB of rows. A few threads share the slices of a weight: reading (page cache or disk) and converting
- * take turns on one core each, and a whole model is read at the speed of the machine, not of one core.
+ * A weight is filled in slices of about 8 MiB of rows. A few threads share the slices of a weight:
+ * reading (page cache or disk) and converting take turns on one core each, and a whole model is
+ * read at the speed of the machine, not of one core.
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
@@ -35,7 +37,7 @@ struct binder {
 	struct weights *w;
 };
 
-/* ---- binding ------------------------------------------------------------------------------------------------------------ */
+/* ---- binding --------------------------------------------------------------------------------- */
 
 static int add_source(void *ctx, const struct weight_source *src, struct err *e)
 {
@@ -76,7 +78,8 @@ static int bind(struct weight_walk *walk, const struct weight_spec *s, struct er
 	return 0;
 }
 
-int weights_open(struct weights *w, struct target *t, struct stage *s, struct device *d, struct err *e)
+int weights_open(struct weights *w, struct target *t, struct stage *s, struct device *d,
+		 struct err *e)
 {
 	struct binder b = { { bind }, w };
 
@@ -102,7 +105,7 @@ void weights_release(struct weights *w)
 	memset(w, 0, sizeof *w);
 }
 
-/* ---- filling ------------------------------------------------------------------------------------------------------------ */
+/* ---- filling --------------------------------------------------------------------------------- */
 
 /* The slices of one weight, handed out to threads one after another. */
 struct filler {
@@ -158,7 +161,8 @@ static int fill_slice(struct filler *f, const struct slice *s, void *buf, struct
 
 	if (stage_read(w->stage, t, buf, off, (uint64_t)s->rows * row, e))
 		return -1;
-	return w->dev->be->weight_fill(w->dev, f->b->field, s->src->index, s->src->row0 + s->row0, s->rows, buf, t->dtype, NULL, e);
+	return w->dev->be->weight_fill(w->dev, f->b->field, s->src->index, s->src->row0 + s->row0,
+				       s->rows, buf, t->dtype, NULL, e);
 }
 
 static void *fill_thread(void *arg)
@@ -171,7 +175,8 @@ static void *fill_thread(void *arg)
 	uint64_t read = 0;
 
 	while (!e.code && next_slice(f, &s)) {
-		size_t bytes = (size_t)(s.rows * f->b->field->cols) * dtype_size(s.src->entry->dtype);
+		size_t bytes =
+			(size_t)(s.rows * f->b->field->cols) * dtype_size(s.src->entry->dtype);
 
 		if (bytes > cap) {
 			free(buf);
@@ -195,7 +200,8 @@ static uint64_t stored_bytes(const struct bound *b)
 	uint64_t n = 0;
 
 	for (size_t i = 0; i < b->nsources; i++)
-		n += (uint64_t)(b->source[i].rows * b->field->cols) * dtype_size(b->source[i].entry->dtype);
+		n += (uint64_t)(b->source[i].rows * b->field->cols) *
+		     dtype_size(b->source[i].entry->dtype);
 	return n;
 }
 
@@ -207,10 +213,12 @@ static int fill(struct weights *w, struct bound *b, struct err *e)
 	uint64_t slices = stored_bytes(b) / SLICE_BYTES;
 
 	if (b->data)
-		return w->dev->be->weight_fill(w->dev, b->field, 0, 0, b->field->rows, b->data, b->field->stored, NULL, e);
+		return w->dev->be->weight_fill(w->dev, b->field, 0, 0, b->field->rows, b->data,
+					       b->field->stored, NULL, e);
 	if (want > FILL_THREADS_MAX)
 		want = FILL_THREADS_MAX;
-	for (; n < want - 1 && (uint64_t)n < slices; n++)	/* this thread is the last of them; fewer are slower, not wrong */
+	/* this thread is the last of them; fewer are slower, not wrong */
+	for (; n < want - 1 && (uint64_t)n < slices; n++)
 		if (pthread_create(&thread[n], NULL, fill_thread, &f))
 			break;
 	fill_thread(&f);
@@ -252,7 +260,7 @@ int weights_acquire(struct weights *w, enum unit_kind kind, int layer, struct er
 	return rc;
 }
 
-/* ---- target weights ------------------------------------------------------------------------------------------------------ */
+/* ---- target weights -------------------------------------------------------------------------- */
 
 static struct bound *find_table(struct weights *w, enum unit_kind kind)
 {
@@ -262,7 +270,8 @@ static struct bound *find_table(struct weights *w, enum unit_kind kind)
 	return NULL;
 }
 
-int weights_rows(struct weights *w, enum unit_kind kind, int64_t row0, int64_t n, float *out, struct err *e)
+int weights_rows(struct weights *w, enum unit_kind kind, int64_t row0, int64_t n, float *out,
+		 struct err *e)
 {
 	struct bound *b = find_table(w, kind);
 	const struct weight_source *src = b->source;
@@ -273,7 +282,8 @@ int weights_rows(struct weights *w, enum unit_kind kind, int64_t row0, int64_t n
 
 	if (!raw)
 		return -1;
-	rc = stage_read(w->stage, src->entry, raw, (uint64_t)((row0 - src->entry->row0) * cols) * size, count * size, e);
+	rc = stage_read(w->stage, src->entry, raw,
+			(uint64_t)((row0 - src->entry->row0) * cols) * size, count * size, e);
 	if (!rc)
 		dtype_convert(out, DT_F32, raw, src->entry->dtype, count);
 	free(raw);

@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * weights: the target's weights on a device, unit by unit: which are there, since when, and where they come from.
+ * weights: the target's weights on a device, unit by unit: which are there, since when, and where
+ * they come from.
  *
- * Resident: a unit is read from the stage when it is first acquired and stays, so the first layers run while later ones are still on disk.
+ * Resident: a unit is read from the stage when it is first acquired and stays, so the first layers
+ * run while later ones are still on disk.
  */
 #ifndef DSPARK_WEIGHTS_H
 #define DSPARK_WEIGHTS_H
@@ -27,15 +29,22 @@ struct weights {
 	uint64_t read;			/* bytes read from the stage */
 };
 
-/* Walks the target's weights and finds every one in the stage; reads nothing yet. The target's weight fields are described, not filled. */
-int weights_open(struct weights *w, struct target *t, struct stage *s, struct device *d, struct err *e);
+/*
+ * Walks the target's weights and finds every one in the stage; reads nothing yet. The target's
+ * weight fields are described, not filled.
+ */
+int weights_open(struct weights *w, struct target *t, struct stage *s, struct device *d,
+		 struct err *e);
 
 /* Makes a unit's weights usable. Layers without experts have an empty experts unit. */
 int weights_acquire(struct weights *w, enum unit_kind kind, int layer, struct err *e);
 void weights_release(struct weights *w);
 
-/* Rows [row0, row0 + n) of the embedding (UNIT_EMBED's table) or the head (UNIT_EXPORT) as F32, rounded to the compute dtype as the model
- * would hold them: what target_weights stores. */
-int weights_rows(struct weights *w, enum unit_kind kind, int64_t row0, int64_t n, float *out, struct err *e);
+/*
+ * Rows [row0, row0 + n) of the embedding (UNIT_EMBED's table) or the head (UNIT_EXPORT) as F32,
+ * rounded to the compute dtype as the model would hold them: what target_weights stores.
+ */
+int weights_rows(struct weights *w, enum unit_kind kind, int64_t row0, int64_t n, float *out,
+		 struct err *e);
 
 #endif

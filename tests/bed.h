@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * bed: what the tests of verbs share: random numbers, tensors and weights on a device, and running a program again under each instruction set.
- * One source file a program.
+ * bed: what the tests of verbs share: random numbers, tensors and weights on a device, and running
+ * a program again under each instruction set. One source file a program.
  */
 #ifndef DSPARK_BED_H
 #define DSPARK_BED_H
@@ -60,18 +60,23 @@ static inline void bed_open(struct device *d, const char *backend, enum dtype co
 	struct err e = ERR_INIT;
 
 #ifdef __SANITIZE_THREAD__
-	o.threads = 1;		/* gcc's OpenMP runtime is not instrumented: its barriers are invisible */
+	o.threads = 1;	/* gcc's OpenMP runtime is not instrumented: its barriers are invisible */
 #endif
 	bed_check(backend_open(d, backend, &o, &e), &e);
 }
 
-/* [rows, cols] on the device with `pad` guard elements behind each row; values F32 [rows, cols] or NULL for guards everywhere. */
-static inline struct tensor bed_tensor(struct device *d, enum dtype type, int64_t rows, int64_t cols, int64_t pad,
-				       const float *values)
+/*
+ * [rows, cols] on the device with `pad` guard elements behind each row; values F32 [rows, cols] or
+ * NULL for guards everywhere.
+ */
+static inline struct tensor bed_tensor(struct device *d, enum dtype type, int64_t rows,
+				       int64_t cols, int64_t pad, const float *values)
 {
 	size_t size = dtype_size(type), bytes = (size_t)(rows * (cols + pad)) * size;
 	struct err e = ERR_INIT;
-	struct tensor t = { bed_must(d->be->alloc(d, bytes, &e), &e), type, rows, cols, cols + pad }, whole = t;
+	struct tensor t = { bed_must(d->be->alloc(d, bytes, &e), &e), type, rows, cols,
+			    cols + pad },
+		      whole = t;
 	char *host = bed_must(malloc(bytes + 1), &e);
 
 	memset(host, GUARD, bytes);
@@ -85,10 +90,13 @@ static inline struct tensor bed_tensor(struct device *d, enum dtype type, int64_
 	return t;
 }
 
-static inline struct tensor bed_ints(struct device *d, int64_t rows, int64_t cols, const int32_t *values)
+static inline struct tensor bed_ints(struct device *d, int64_t rows, int64_t cols,
+				     const int32_t *values)
 {
 	struct err e = ERR_INIT;
-	struct tensor t = { bed_must(d->be->alloc(d, (size_t)(rows * cols) * sizeof *values, &e), &e), DT_I32, rows, cols, cols };
+	struct tensor t = { bed_must(d->be->alloc(d, (size_t)(rows * cols) * sizeof *values, &e),
+				     &e),
+			    DT_I32, rows, cols, cols };
 
 	d->be->upload(d, t, values);
 	return t;
@@ -117,7 +125,8 @@ static inline float *bed_floats(struct device *d, struct tensor t)
 
 static inline bool bed_guards(struct device *d, struct tensor t)
 {
-	struct tensor pad = { (char *)t.p + (size_t)t.cols * dtype_size(t.dtype), t.dtype, t.rows, t.ld - t.cols, t.ld };
+	struct tensor pad = { (char *)t.p + (size_t)t.cols * dtype_size(t.dtype), t.dtype, t.rows,
+			      t.ld - t.cols, t.ld };
 	unsigned char *p = bed_bytes(d, pad);
 	size_t n = (size_t)(pad.rows * pad.cols) * dtype_size(t.dtype), i;
 
@@ -133,8 +142,9 @@ static inline void bed_drop(struct device *d, struct tensor t)
 }
 
 /* A weight from F32 numbers, stored as `stored`, filled in three pieces out of order. */
-static inline void bed_weight(struct device *d, struct weight *w, enum weight_use use, enum weight_unit unit, enum dtype stored,
-			      int64_t count, int64_t rows, int64_t cols, const float *values)
+static inline void bed_weight(struct device *d, struct weight *w, enum weight_use use,
+			      enum weight_unit unit, enum dtype stored, int64_t count, int64_t rows,
+			      int64_t cols, const float *values)
 {
 	struct err e = ERR_INIT;
 	int64_t cut[] = { rows / 3, rows - rows / 4 };
@@ -148,19 +158,26 @@ static inline void bed_weight(struct device *d, struct weight *w, enum weight_us
 
 		for (int k = 0; k < 3; k++)
 			bed_check(d->be->weight_fill(d, w, i, part[k][0], part[k][1] - part[k][0],
-						     p + (size_t)((i * rows + part[k][0]) * cols) * dtype_size(stored), stored, NULL, &e), &e);
+						     p + (size_t)((i * rows + part[k][0]) * cols) *
+								     dtype_size(stored),
+						     stored, NULL, &e),
+				  &e);
 	}
 	bed_check(d->be->weight_ready(d, w, &e), &e);
 	free(p);
 }
 
-/* The numbers that are not within `bound` of what is wanted. NaN is within nothing, on either side. */
-static inline int64_t bed_differ(const float *got, const float *want, int64_t n, double relative, double absolute)
+/*
+ * The numbers that are not within `bound` of what is wanted. NaN is within nothing, on either side.
+ */
+static inline int64_t bed_differ(const float *got, const float *want, int64_t n, double relative,
+				 double absolute)
 {
 	int64_t bad = 0;
 
 	for (int64_t i = 0; i < n; i++)
-		if (!(fabs((double)got[i] - (double)want[i]) <= absolute + relative * fabs((double)want[i])))
+		if (!(fabs((double)got[i] - (double)want[i]) <=
+		      absolute + relative * fabs((double)want[i])))
 			bad++;
 	return bad;
 }
@@ -171,9 +188,10 @@ static inline bool bed_forced_isa(void)
 }
 
 /*
- * Runs this program again under each instruction set that oneDNN can be held to below the best, which the program itself has used
- * (where the machine has less, it is used again). The runs print their TAP to us; what fails there is shown, and each run is one test here. In such a
- * run the function returns at once.
+ * Runs this program again under each instruction set that oneDNN can be held to below the best,
+ * which the program itself has used (where the machine has less, it is used again). The runs print
+ * their TAP to us; what fails there is shown, and each run is one test here. In such a run the
+ * function returns at once.
  */
 static inline void bed_each_isa(const char *self)
 {
@@ -186,7 +204,8 @@ static inline void bed_each_isa(const char *self)
 		int status, n = 0;
 		FILE *f;
 
-		snprintf(command, sizeof command, "BED_ISA=1 ONEDNN_MAX_CPU_ISA=%s '%s'", isa[i], self);
+		snprintf(command, sizeof command, "BED_ISA=1 ONEDNN_MAX_CPU_ISA=%s '%s'", isa[i],
+			 self);
 		f = popen(command, "r");
 		while (f && fgets(line, sizeof line, f)) {
 			n += !strncmp(line, "ok ", 3);

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * fuzz: the frame of fuzz_*.c. With -fsanitize=fuzzer the library calls LLVMFuzzerTestOneInput; with -DFUZZ_MAIN the program
- * runs the files it is given, so that corpora are tests under every compiler.
+ * fuzz: the frame of fuzz_*.c. With -fsanitize=fuzzer the library calls LLVMFuzzerTestOneInput;
+ * with -DFUZZ_MAIN the program runs the files it is given, so that corpora are tests under every
+ * compiler.
  */
 #ifndef DSPARK_FUZZ_H
 #define DSPARK_FUZZ_H

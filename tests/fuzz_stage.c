@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * fuzz_stage: any bytes as what a stage's files hold, with a right hash behind them, as only malice or a fault of ours would write it.
- * First byte: 'h' a head, 'i' an index, else a packed block whose unpacked length the next two bytes give. What is
- * accepted must be the same when written and read again.
+ * fuzz_stage: any bytes as what a stage's files hold, with a right hash behind them, as only malice
+ * or a fault of ours would write it. First byte: 'h' a head, 'i' an index, else a packed block
+ * whose unpacked length the next two bytes give. What is accepted must be the same when written and
+ * read again.
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
@@ -36,8 +37,8 @@ static void as_head(struct text *t)
 			abort();
 		return;
 	}
-	if (stage_head_text(&again, &h, &e) || stage_head_parse(&other, &again, "again", &e) || other.nfiles != h.nfiles ||
-	    other.form != h.form || other.shares != h.shares)
+	if (stage_head_text(&again, &h, &e) || stage_head_parse(&other, &again, "again", &e) ||
+	    other.nfiles != h.nfiles || other.form != h.form || other.shares != h.shares)
 		abort();
 	stage_head_release(&h);
 	stage_head_release(&other);
@@ -57,11 +58,14 @@ static void as_index(struct text *t)
 			abort();
 		return;
 	}
-	if (stage_index_text(&again, &x, &e) || stage_index_parse(&other, &again, "again", &e) || other.n != x.n || other.size != x.size)
+	if (stage_index_text(&again, &x, &e) || stage_index_parse(&other, &again, "again", &e) ||
+	    other.n != x.n || other.size != x.size)
 		abort();
 	for (i = 0; i < x.n; i++)
-		if (strcmp(x.entry[i].name, other.entry[i].name) || stage_bytes(&x.entry[i]) != stage_bytes(&other.entry[i]) ||
-		    x.place[i].nblocks != other.place[i].nblocks || x.entry[i].end != other.entry[i].end)
+		if (strcmp(x.entry[i].name, other.entry[i].name) ||
+		    stage_bytes(&x.entry[i]) != stage_bytes(&other.entry[i]) ||
+		    x.place[i].nblocks != other.place[i].nblocks ||
+		    x.entry[i].end != other.entry[i].end)
 			abort();
 	stage_index_release(&x);
 	stage_index_release(&other);
@@ -70,7 +74,8 @@ static void as_index(struct text *t)
 
 static void as_block(const uint8_t *data, size_t len, size_t n)
 {
-	unsigned char *block = malloc(len + DIGEST_HEX), *out = malloc(n + 1), *scratch = malloc(PACK_SCRATCH);
+	unsigned char *block = malloc(len + DIGEST_HEX), *out = malloc(n + 1),
+		      *scratch = malloc(PACK_SCRATCH);
 	char hex[DIGEST_HEX];
 
 	if (!block || !out || !scratch)

@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* checkpoint: which files count, what the index decides, what is refused and with which words, and the identity. */
+/*
+ * checkpoint: which files count, what the index decides, what is refused and with which words, and
+ * the identity.
+ */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
 #endif
@@ -17,7 +20,8 @@
 static char dir[] = "/tmp/dspark-ck.XXXXXX";
 
 #define MAP "{\"metadata\":{\"total_size\":1},\"weight_map\":"
-#define TENSOR(name, from, to) "\"" name "\":{\"dtype\":\"U8\",\"shape\":[" #to "],\"data_offsets\":[" #from "," #to "]}"
+#define TENSOR(name, from, to) \
+	"\"" name "\":{\"dtype\":\"U8\",\"shape\":[" #to "],\"data_offsets\":[" #from "," #to "]}"
 
 static void put(const char *name, const void *bytes, size_t n)
 {
@@ -63,8 +67,11 @@ static void drop(const char *name)
 
 static void empty(void)
 {
-	static const char *const names[] = { "config.json", "model.safetensors", "model.safetensors.index.json", "a.safetensors",
-					     "b.safetensors", "pytorch_model.bin", ".hidden.safetensors" };
+	static const char *const names[] = {
+		"config.json",        "model.safetensors", "model.safetensors.index.json",
+		"a.safetensors",      "b.safetensors",     "pytorch_model.bin",
+		".hidden.safetensors"
+	};
 	size_t i;
 
 	for (i = 0; i < sizeof names / sizeof *names; i++)
@@ -78,7 +85,9 @@ static void refused(bool estimate, const char *words, const char *what)
 	struct err e = ERR_INIT;
 	struct checkpoint c;
 
-	if (!ok(checkpoint_open(&c, dir, estimate, &e) && e.code == EXIT_REFUSED && strstr(e.text, words), "%s is refused", what))
+	if (!ok(checkpoint_open(&c, dir, estimate, &e) && e.code == EXIT_REFUSED &&
+			strstr(e.text, words),
+		"%s is refused", what))
 		printf("# %d %s\n# want '%s'\n", e.code, e.text, words);
 	checkpoint_release(&c);
 }
@@ -97,7 +106,8 @@ static void places(const char *const *names, const char *want, const char *what)
 		for (; *names; names++) {
 			const struct entry *x = c.catalogue.find(&c.catalogue, *names);
 
-			text_printf(&t, "%s%s@%s", t.len ? " " : "", *names, x ? c.file[x->file].name : "none");
+			text_printf(&t, "%s%s@%s", t.len ? " " : "", *names,
+				    x ? c.file[x->file].name : "none");
 		}
 	is_str(t.s, want, "%s", what);
 	text_release(&t);
@@ -112,23 +122,32 @@ static void test_files(void)
 	put_tensors("a.safetensors", "{" TENSOR("x", 0, 4) "}", 4, 0);
 	put_tensors("b.safetensors", "{" TENSOR("y", 0, 4) "}", 4, 1);
 	put_tensors(".hidden.safetensors", "{" TENSOR("z", 0, 4) "}", 4, 1);
-	places(xyz, "x@a.safetensors y@b.safetensors z@none", "without index: all files but hidden ones");
+	places(xyz, "x@a.safetensors y@b.safetensors z@none",
+	       "without index: all files but hidden ones");
 
 	put_tensors("model.safetensors", "{" TENSOR("x", 0, 4) "}", 4, 0);
 	places(xyz, "x@model.safetensors y@none z@none", "model.safetensors alone");
 
-	put_text("model.safetensors.index.json", MAP "{\"x\":\"a.safetensors\",\"y\":\"b.safetensors\"}}");
+	put_text("model.safetensors.index.json",
+		 MAP "{\"x\":\"a.safetensors\",\"y\":\"b.safetensors\"}}");
 	places(xyz, "x@a.safetensors y@b.safetensors z@none", "an index comes first");
 
-	put_tensors("b.safetensors", "{" TENSOR("y", 0, 4) "," "\"x\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[4,8]},"
-		    "\"z\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[8,12]}}", 12, 1);
-	places(xyz, "x@a.safetensors y@b.safetensors z@none", "the index decides who holds a name, and what counts");
+	put_tensors("b.safetensors",
+		    "{" TENSOR("y", 0,
+			       4) ","
+				  "\"x\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[4,8]},"
+				  "\"z\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[8,12]}}",
+		    12, 1);
+	places(xyz, "x@a.safetensors y@b.safetensors z@none",
+	       "the index decides who holds a name, and what counts");
 
-	put_text("model.safetensors.index.json", "{\"weight_map\" :\n{ \"x\" : \"a.safetensors\" ,\r\n\t\"\\u0079\": \"b.safetensors\"} }\n");
+	put_text("model.safetensors.index.json", "{\"weight_map\" :\n{ \"x\" : \"a.safetensors\" "
+						 ",\r\n\t\"\\u0079\": \"b.safetensors\"} }\n");
 	places(xyz, "x@a.safetensors y@b.safetensors z@none", "an index with escapes");
 	put_text("model.safetensors.index.json",
 		 "{\"metadata\":{\"weight_map\":{\"x\":\"c\"}},\"weight_map\":{\"x\":\"b.safetensors\",\"y\":\"b.safetensors\"}}");
-	places(xyz, "x@b.safetensors y@b.safetensors z@none", "an index with another weight_map inside");
+	places(xyz, "x@b.safetensors y@b.safetensors z@none",
+	       "an index with another weight_map inside");
 }
 
 static void test_entry(void)
@@ -138,13 +157,18 @@ static void test_entry(void)
 	struct checkpoint c;
 
 	empty();
-	put_tensors("model.safetensors", "{\"m\":{\"dtype\":\"BF16\",\"shape\":[2,3,4],\"data_offsets\":[0,48]},"
-		    "\"s\":{\"dtype\":\"F32\",\"shape\":[],\"data_offsets\":[48,52]}}", 52, 0);
+	put_tensors("model.safetensors",
+		    "{\"m\":{\"dtype\":\"BF16\",\"shape\":[2,3,4],\"data_offsets\":[0,48]},"
+		    "\"s\":{\"dtype\":\"F32\",\"shape\":[],\"data_offsets\":[48,52]}}",
+		    52, 0);
 	if (!ok(!checkpoint_open(&c, dir, false, &e), "opens"))
 		return;
 	x = c.catalogue.find(&c.catalogue, "m");
-	ok(x && x->dtype == DT_BF16 && x->ndim == 3 && x->shape[0] == 2 && x->shape[1] == 3 && x->shape[2] == 4, "dtype and shape");
-	ok(x && x->row0 == 0 && x->rows == 6 && entry_rows(x) == 6 && entry_row_bytes(x) == 8, "rows are all dimensions but the last");
+	ok(x && x->dtype == DT_BF16 && x->ndim == 3 && x->shape[0] == 2 && x->shape[1] == 3 &&
+		   x->shape[2] == 4,
+	   "dtype and shape");
+	ok(x && x->row0 == 0 && x->rows == 6 && entry_rows(x) == 6 && entry_row_bytes(x) == 8,
+	   "rows are all dimensions but the last");
 	ok(x && x->begin == c.file[0].data && x->end == x->begin + 48, "bytes in the file");
 	x = c.catalogue.find(&c.catalogue, "s");
 	ok(x && x->ndim == 0 && x->rows == 1 && entry_row_bytes(x) == 4, "a scalar is one row");
@@ -163,13 +187,18 @@ static void test_refusals(void)
 
 	put_tensors("a.safetensors", "{" TENSOR("x", 0, 4) "}", 4, 0);
 	put_tensors("b.safetensors", "{" TENSOR("x", 0, 4) "}", 4, 0);
-	refused(false, "both in 'a.safetensors' and in 'b.safetensors'", "a name in two files without index");
+	refused(false, "both in 'a.safetensors' and in 'b.safetensors'",
+		"a name in two files without index");
 
-	put_text("model.safetensors.index.json", MAP "{\"x\":\"a.safetensors\",\"y\":\"b.safetensors\"}}");
-	refused(false, "places tensor 'y' in 'b.safetensors', which does not hold it", "an index that is wrong");
-	put_text("model.safetensors.index.json", MAP "{\"x\":\"a.safetensors\",\"y\":\"c.safetensors\"}}");
+	put_text("model.safetensors.index.json",
+		 MAP "{\"x\":\"a.safetensors\",\"y\":\"b.safetensors\"}}");
+	refused(false, "places tensor 'y' in 'b.safetensors', which does not hold it",
+		"an index that is wrong");
+	put_text("model.safetensors.index.json",
+		 MAP "{\"x\":\"a.safetensors\",\"y\":\"c.safetensors\"}}");
 	refused(false, "names 'c.safetensors', which is missing", "a missing file");
-	put_text("model.safetensors.index.json", MAP "{\"x\":\"a.safetensors\",\"x\":\"a.safetensors\"}}");
+	put_text("model.safetensors.index.json",
+		 MAP "{\"x\":\"a.safetensors\",\"x\":\"a.safetensors\"}}");
 	refused(false, "twice", "a name twice in the index");
 	put_text("model.safetensors.index.json", MAP "{\"x\":\"../a.safetensors\"}}");
 	refused(false, "not a name in this directory", "a path in the index");
@@ -185,7 +214,8 @@ static void test_refusals(void)
 	refused(false, "model.safetensors.index.json", "an index cut short");
 	put_text("model.safetensors.index.json", MAP "{\"x\":\"a.safetensors\"}} x");
 	refused(false, "model.safetensors.index.json", "text behind the index");
-	put("model.safetensors.index.json", MAP "{\"x\":\"a.safetensors\"}}\0", sizeof MAP "{\"x\":\"a.safetensors\"}}");
+	put("model.safetensors.index.json", MAP "{\"x\":\"a.safetensors\"}}\0",
+	    sizeof MAP "{\"x\":\"a.safetensors\"}}");
 	refused(false, "model.safetensors.index.json", "a NUL behind the index");
 	drop("model.safetensors.index.json");
 
@@ -211,13 +241,16 @@ static void test_estimate(void)
 	checkpoint_release(&c);
 
 	put_tensors("a.safetensors", "{" TENSOR("x", 0, 4) "}", 4, 0);
-	put_text("model.safetensors.index.json", MAP "{\"x\":\"a.safetensors\",\"y\":\"c.safetensors\"}}");
+	put_text("model.safetensors.index.json",
+		 MAP "{\"x\":\"a.safetensors\",\"y\":\"c.safetensors\"}}");
 	e = (struct err)ERR_INIT;
 	ok(!checkpoint_open(&c, dir, true, &e) && c.partial, "index with a missing file");
 	x = c.catalogue.find(&c.catalogue, "x");
 	y = c.catalogue.find(&c.catalogue, "y");
 	ok(x && x->dtype == DT_U8 && x->ndim == 1, "what is there is known");
-	ok(y && y->dtype == DT_NONE && y->ndim == -1 && y->begin == y->end && c.file[y->file].missing, "what is missing is named");
+	ok(y && y->dtype == DT_NONE && y->ndim == -1 && y->begin == y->end &&
+		   c.file[y->file].missing,
+	   "what is missing is named");
 	checkpoint_release(&c);
 }
 

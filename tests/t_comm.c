@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Transports: which one a launcher's environment leads to, the one that is alone, and every collective of MPI on 1 to 4 ranks with counts of
- * zero and transfers that are cut. The program starts itself under $MPIEXEC as `t_comm ranks`: there each rank checks, rank 0 prints.
+ * Transports: which one a launcher's environment leads to, the one that is alone, and every
+ * collective of MPI on 1 to 4 ranks with counts of zero and transfers that are cut. The program
+ * starts itself under $MPIEXEC as `t_comm ranks`: there each rank checks, rank 0 prints.
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
@@ -16,7 +17,7 @@
 #include "kernels.h"
 #include "tap.h"
 
-/* ---- one process --------------------------------------------------------------------------------------------------------- */
+/* ---- one process ----------------------------------------------------------------------------- */
 
 static const char *const names[] = {
 	"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "PMI_SIZE",
@@ -46,7 +47,10 @@ static void test_environments(void)
 		const char *env, *name;
 		int rank, world;
 		bool replicated;
-		const char *want;	/* "rank/world local_rank/local_size collective", or part of the refusal behind '!' */
+		/*
+		 * "rank/world local_rank/local_size collective", or part of the refusal behind '!'
+		 */
+		const char *want;
 	} table[] = {
 		{ "", "auto", -1, 0, false, "0/1 0/1 1" },
 		{ "", "self", -1, 4, false, "0/1 0/1 1" },
@@ -56,7 +60,8 @@ static void test_environments(void)
 		{ "", "auto", 2, 4, false, "!cannot exchange" },
 		{ "", "auto", 4, 4, true, "!outside the plan's world" },
 		{ "", "mpi", 1, 4, true, "!--rank" },
-		{ "RANK=3 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2", "auto", -1, 0, true, "3/8 1/2 0" },
+		{ "RANK=3 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2", "auto", -1, 0, true,
+		  "3/8 1/2 0" },
 		{ "RANK=3 WORLD_SIZE=8 LOCAL_RANK=1", "auto", -1, 0, true, "3/8 1/2 0" },
 		{ "RANK=3 WORLD_SIZE=8 LOCAL_RANK=1", "auto", 5, 8, true, "5/8 0/1 0" },
 		{ "RANK=3 WORLD_SIZE=8 LOCAL_RANK=1", "auto", -1, 0, false, "!torchrun" },
@@ -66,8 +71,11 @@ static void test_environments(void)
 		{ "RANK= WORLD_SIZE=", "auto", -1, 0, true, "0/1 0/1 1" },
 		{ "WORLD_SIZE=8", "auto", -1, 0, true, "0/1 0/1 1" },
 		{ "SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1", "auto", -1, 0, false, "0/1 0/1 1" },
-		{ "SLURM_PROCID=5 SLURM_STEP_NUM_TASKS=6 SLURM_LOCALID=1 SLURM_NODEID=2 SLURM_STEP_TASKS_PER_NODE=1,3(x2),9", "auto", -1, 0, true, "5/6 1/3 0" },
-		{ "SLURM_PROCID=5 SLURM_STEP_NUM_TASKS=6 SLURM_LOCALID=3", "auto", -1, 0, true, "5/6 3/4 0" },
+		{ "SLURM_PROCID=5 SLURM_STEP_NUM_TASKS=6 SLURM_LOCALID=1 SLURM_NODEID=2 "
+		  "SLURM_STEP_TASKS_PER_NODE=1,3(x2),9",
+		  "auto", -1, 0, true, "5/6 1/3 0" },
+		{ "SLURM_PROCID=5 SLURM_STEP_NUM_TASKS=6 SLURM_LOCALID=3", "auto", -1, 0, true,
+		  "5/6 3/4 0" },
 		{ "SLURM_PROCID=5 SLURM_STEP_NUM_TASKS=6", "auto", -1, 0, false, "!Slurm" },
 		{ "", "nccl", -1, 0, true, "!nccl" },
 		{ "", "tcp", -1, 0, true, "!unknown" },
@@ -79,13 +87,17 @@ static void test_environments(void)
 		char got[64];
 
 		launched_by(table[i].env);
-		if (comm_open(&c, table[i].name, table[i].rank, table[i].world, table[i].replicated, NULL, NULL, &e)) {
-			ok(table[i].want[0] == '!' && strstr(e.text, table[i].want + 1) && e.code, "'%s' --comm %s --rank %d: %s", table[i].env,
-			   table[i].name, table[i].rank, e.text);
+		if (comm_open(&c, table[i].name, table[i].rank, table[i].world, table[i].replicated,
+			      NULL, NULL, &e)) {
+			ok(table[i].want[0] == '!' && strstr(e.text, table[i].want + 1) && e.code,
+			   "'%s' --comm %s --rank %d: %s", table[i].env, table[i].name,
+			   table[i].rank, e.text);
 			continue;
 		}
-		snprintf(got, sizeof got, "%d/%d %d/%d %d", c.rank, c.world, c.local_rank, c.local_size, c.t->collective);
-		is_str(got, table[i].want, "'%s' --comm %s --rank %d", table[i].env, table[i].name, table[i].rank);
+		snprintf(got, sizeof got, "%d/%d %d/%d %d", c.rank, c.world, c.local_rank,
+			 c.local_size, c.t->collective);
+		is_str(got, table[i].want, "'%s' --comm %s --rank %d", table[i].env, table[i].name,
+		       table[i].rank);
 		c.t->close(&c);
 	}
 	launched_by("");
@@ -100,17 +112,24 @@ static void test_alone(void)
 	uint64_t len = 0;
 
 	comm_self_open(&c);
-	ok(!c.t->barrier(&c, &e) && !c.t->allreduce(&c, &v, 1, COMM_SUM, &e) && v == 5 && !c.t->bcast(&c, buf, 8, 0, &e), "alone: barrier, allreduce, bcast");
-	ok(!c.t->gather(&c, buf, 8, 0, &got, &len, &e) && len == 8 && !memcmp(got, buf, 8), "alone: gather");
-	ok(!c.t->allgather(&c, out, buf, 8, &e) && !memcmp(out, buf, 8) && !c.t->allgather(&c, out, out, 8, &e), "alone: allgather");
-	ok(!c.t->alltoallv(&c, out, &rows, buf, &rows, 4, &e) && !memcmp(out, buf, 8), "alone: alltoallv");
+	ok(!c.t->barrier(&c, &e) && !c.t->allreduce(&c, &v, 1, COMM_SUM, &e) && v == 5 &&
+		   !c.t->bcast(&c, buf, 8, 0, &e),
+	   "alone: barrier, allreduce, bcast");
+	ok(!c.t->gather(&c, buf, 8, 0, &got, &len, &e) && len == 8 && !memcmp(got, buf, 8),
+	   "alone: gather");
+	ok(!c.t->allgather(&c, out, buf, 8, &e) && !memcmp(out, buf, 8) &&
+		   !c.t->allgather(&c, out, out, 8, &e),
+	   "alone: allgather");
+	ok(!c.t->alltoallv(&c, out, &rows, buf, &rows, 4, &e) && !memcmp(out, buf, 8),
+	   "alone: alltoallv");
 	ok(!c.t->split(&c, &s, 1, 1, &e) && s.world == 1, "alone: split");
 	free(got);
 	comm_told_open(&c, 1, 2, 0, 1);
-	ok(c.t->barrier(&c, &e) == -1 && e.code == EXIT_REFUSED, "told ranks have no collectives: %s", e.text);
+	ok(c.t->barrier(&c, &e) == -1 && e.code == EXIT_REFUSED,
+	   "told ranks have no collectives: %s", e.text);
 }
 
-/* ---- ranks --------------------------------------------------------------------------------------------------------------- */
+/* ---- ranks ----------------------------------------------------------------------------------- */
 
 static struct comm world;
 static struct err failure;
@@ -153,11 +172,15 @@ static void check_small(struct comm *c)
 {
 	int64_t v[3] = { c->rank, -c->rank, 1 + c->rank }, w = c->world;
 
-	all_ok(c, !c->t->allreduce(c, v, 3, COMM_MAX, &failure) && v[0] == w - 1 && v[1] == 0 && v[2] == w, "allreduce MAX");
+	all_ok(c,
+	       !c->t->allreduce(c, v, 3, COMM_MAX, &failure) && v[0] == w - 1 && v[1] == 0 &&
+		       v[2] == w,
+	       "allreduce MAX");
 	v[0] = c->rank - 7;
 	all_ok(c, !c->t->allreduce(c, v, 1, COMM_MIN, &failure) && v[0] == -7, "allreduce MIN");
 	v[0] = c->rank;
-	all_ok(c, !c->t->allreduce(c, v, 1, COMM_SUM, &failure) && v[0] == w * (w - 1) / 2, "allreduce SUM");
+	all_ok(c, !c->t->allreduce(c, v, 1, COMM_SUM, &failure) && v[0] == w * (w - 1) / 2,
+	       "allreduce SUM");
 	all_ok(c, !c->t->barrier(c, &failure), "barrier");
 }
 
@@ -177,10 +200,12 @@ static void check_gather(struct comm *c, uint64_t n)
 	uint64_t len[8] = { 0 }, mine = c->rank == 1 ? 0 : n + (uint64_t)c->rank;
 	int root = c->world - 1;
 	unsigned char *p = message(c->rank, root, mine);
-	bool good = !c->t->gather(c, p, mine, root, c->rank == root ? out : NULL, c->rank == root ? len : NULL, &failure);
+	bool good = !c->t->gather(c, p, mine, root, c->rank == root ? out : NULL,
+				  c->rank == root ? len : NULL, &failure);
 
 	for (int r = 0; good && c->rank == root && r < c->world; r++)
-		good = len[r] == (r == 1 ? 0 : n + (uint64_t)r) && arrived((unsigned char *)out[r], r, root, len[r]);
+		good = len[r] == (r == 1 ? 0 : n + (uint64_t)r) &&
+		       arrived((unsigned char *)out[r], r, root, len[r]);
 	all_ok(c, good, "gather");
 	for (int r = 0; r < c->world; r++)
 		free(out[r]);
@@ -189,7 +214,8 @@ static void check_gather(struct comm *c, uint64_t n)
 
 static void check_allgather(struct comm *c, uint64_t n, bool in_place)
 {
-	unsigned char *p = message(c->rank, 9, n), *out = calloc((size_t)c->world, n + 1), *mine = out + (uint64_t)c->rank * n;
+	unsigned char *p = message(c->rank, 9, n), *out = calloc((size_t)c->world, n + 1),
+		      *mine = out + (uint64_t)c->rank * n;
 	bool good;
 
 	if (in_place)
@@ -261,11 +287,15 @@ static void check_split(struct comm *c)
 	int colour = c->rank % 2;
 	bool good = !c->t->split(c, &half, colour, -c->rank, &failure);
 
-	all_ok(c, good && half.world == (c->world + 1 - colour) / 2 && half.rank == half.world - 1 - c->rank / 2, "split, ordered by key");
+	all_ok(c,
+	       good && half.world == (c->world + 1 - colour) / 2 &&
+		       half.rank == half.world - 1 - c->rank / 2,
+	       "split, ordered by key");
 	if (good) {
 		int64_t v = 1;
 
-		all_ok(c, !half.t->allreduce(&half, &v, 1, COMM_SUM, &failure) && v == half.world, "allreduce of a part");
+		all_ok(c, !half.t->allreduce(&half, &v, 1, COMM_SUM, &failure) && v == half.world,
+		       "allreduce of a part");
 		half.t->close(&half);
 	}
 }
@@ -298,8 +328,10 @@ static void check_sleep(struct comm *c)
 		sleep(1);
 	c->t->barrier(c, &failure);
 	getrusage(RUSAGE_SELF, &after);
-	used = (double)(after.ru_utime.tv_sec - before.ru_utime.tv_sec + after.ru_stime.tv_sec - before.ru_stime.tv_sec) +
-	       1e-6 * (double)(after.ru_utime.tv_usec - before.ru_utime.tv_usec + after.ru_stime.tv_usec - before.ru_stime.tv_usec);
+	used = (double)(after.ru_utime.tv_sec - before.ru_utime.tv_sec + after.ru_stime.tv_sec -
+			before.ru_stime.tv_sec) +
+	       1e-6 * (double)(after.ru_utime.tv_usec - before.ru_utime.tv_usec +
+			       after.ru_stime.tv_usec - before.ru_stime.tv_usec);
 	all_ok(c, used < 0.2, "waiting ranks sleep");
 }
 
@@ -316,7 +348,10 @@ static int ranks(int argc, char **argv)
 		check_all(&world);
 	}
 	check_sleep(&world);
-	all_ok(&world, world.local_size == world.world && world.local_rank < world.local_size && !strcmp(world.t->name, "mpi"), "all on this host");
+	all_ok(&world,
+	       world.local_size == world.world && world.local_rank < world.local_size &&
+		       !strcmp(world.t->name, "mpi"),
+	       "all on this host");
 	if (world.rank == 0)
 		tap_end();
 	world.t->close(&world);
@@ -335,7 +370,7 @@ static int doomed(int argc, char **argv)
 	return 0;
 }
 
-/* ---- under a launcher -------------------------------------------------------------------------------------------------------- */
+/* ---- under a launcher ------------------------------------------------------------------------ */
 
 static int launch(const char *mpiexec, int n, const char *self, const char *what, bool show)
 {
@@ -367,8 +402,10 @@ int main(int argc, char **argv)
 #ifdef HAVE_MPI
 	if (mpiexec && *mpiexec) {
 		for (int n = 1; n <= 4; n++)
-			is_int(launch(mpiexec, n, argv[0], "ranks", true), 0, "collectives of %d ranks", n);
-		is_int(launch(mpiexec, 3, argv[0], "doomed", false), 3, "a rank that fails ends all");
+			is_int(launch(mpiexec, n, argv[0], "ranks", true), 0,
+			       "collectives of %d ranks", n);
+		is_int(launch(mpiexec, 3, argv[0], "doomed", false), 3,
+		       "a rank that fails ends all");
 		return tap_end();
 	}
 #endif

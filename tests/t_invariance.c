@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * The bits of a row: alone, in any company, at any place, with 1, 2, 3 and 8 threads, under every instruction set, they are the same. This is what
- * makes a cache independent of world, windows and resume.
+ * The bits of a row: alone, in any company, at any place, with 1, 2, 3 and 8 threads, under every
+ * instruction set, they are the same. This is what makes a cache independent of world, windows and
+ * resume.
  */
 #include "bed.h"
 
@@ -46,14 +47,16 @@ static void run_matmul(struct bench *b, struct tensor out, struct tensor x, cons
 	b->d.be->matmul(&b->d, out, x, &b->matrix, NULL, false);
 }
 
-static void run_matmul_add(struct bench *b, struct tensor out, struct tensor x, const struct company *c)
+static void run_matmul_add(struct bench *b, struct tensor out, struct tensor x,
+			   const struct company *c)
 {
 	(void)c;
 	b->d.be->matmul(&b->d, out, x, &b->matrix, &b->bias, true);
 }
 
 /* Sizes that are no multiple of anything, from a view into wider rows. */
-static void run_matmul_odd(struct bench *b, struct tensor out, struct tensor x, const struct company *c)
+static void run_matmul_odd(struct bench *b, struct tensor out, struct tensor x,
+			   const struct company *c)
 {
 	(void)c;
 	b->d.be->matmul(&b->d, out, tensor_cols(x, 3, 77), &b->odd, NULL, false);
@@ -93,7 +96,13 @@ static void run_add(struct bench *b, struct tensor out, struct tensor x, const s
 
 static void run_route(struct bench *b, struct tensor out, struct tensor x, const struct company *c)
 {
-	struct router r = { .experts = 100, .k = 5, .score = SCORE_SIGMOID, .groups = 10, .groups_kept = 4, .renormalise = true, .scale = 1 };
+	struct router r = { .experts = 100,
+			    .k = 5,
+			    .score = SCORE_SIGMOID,
+			    .groups = 10,
+			    .groups_kept = 4,
+			    .renormalise = true,
+			    .scale = 1 };
 	struct tensor ids = bed_tensor(&b->d, DT_I32, c->n, 5, 0, NULL);
 
 	b->d.be->route(&b->d, ids, out, tensor_cols(x, 0, 100), &r);
@@ -113,9 +122,14 @@ static void draw_slots(const struct company *c, int32_t *id, float *weight)
 	}
 }
 
-static void experts(struct bench *b, struct tensor out, struct tensor x, const struct company *c, bool halves, bool after)
+static void experts(struct bench *b, struct tensor out, struct tensor x, const struct company *c,
+		    bool halves, bool after)
 {
-	struct experts ex = { .first = 0, .count = EXPERTS, .gate_up = &b->gate_up, .down = &b->down, .act = { .kind = ACT_SILU },
+	struct experts ex = { .first = 0,
+			      .count = EXPERTS,
+			      .gate_up = &b->gate_up,
+			      .down = &b->down,
+			      .act = { .kind = ACT_SILU },
 			      .weight_after_down = after };
 	int32_t id[MASTER * SLOTS];
 	float weight[MASTER * SLOTS];
@@ -137,13 +151,18 @@ static void experts(struct bench *b, struct tensor out, struct tensor x, const s
 	bed_drop(&b->d, weights);
 }
 
-static void run_experts(struct bench *b, struct tensor out, struct tensor x, const struct company *c)
+static void run_experts(struct bench *b, struct tensor out, struct tensor x,
+			const struct company *c)
 {
 	experts(b, out, x, c, false, false);
 }
 
-/* Blocks of experts one after the other, in every company but the master's, must give what one call gives. */
-static void run_experts_in_blocks(struct bench *b, struct tensor out, struct tensor x, const struct company *c)
+/*
+ * Blocks of experts one after the other, in every company but the master's, must give what one call
+ * gives.
+ */
+static void run_experts_in_blocks(struct bench *b, struct tensor out, struct tensor x,
+				  const struct company *c)
 {
 	experts(b, out, x, c, strcmp(c->name, "master"), true);
 }
@@ -179,8 +198,10 @@ static void open_bench(struct bench *b, enum dtype compute, int nthreads)
 	for (int h = 0; h < 2; h++) {
 		int64_t first = h * EXPERTS / 2;
 
-		bed_weight(d, &b->gate_up_half[h], USE_PRODUCT, WEIGHT_BULK, DT_BF16, EXPERTS / 2, 2 * 72, K_IN, v + first * 2 * 72 * K_IN);
-		bed_weight(d, &b->down_half[h], USE_PRODUCT, WEIGHT_BULK, DT_BF16, EXPERTS / 2, K_IN, 72, v + 100 + first * K_IN * 72);
+		bed_weight(d, &b->gate_up_half[h], USE_PRODUCT, WEIGHT_BULK, DT_BF16, EXPERTS / 2,
+			   2 * 72, K_IN, v + first * 2 * 72 * K_IN);
+		bed_weight(d, &b->down_half[h], USE_PRODUCT, WEIGHT_BULK, DT_BF16, EXPERTS / 2,
+			   K_IN, 72, v + 100 + first * K_IN * 72);
 	}
 	free(v);
 	bed_state = state;	/* every bench has the same weights */
@@ -188,8 +209,17 @@ static void open_bench(struct bench *b, enum dtype compute, int nthreads)
 
 static void close_bench(struct bench *b)
 {
-	struct weight *w[] = { &b->matrix, &b->odd, &b->bias, &b->norm, &b->freq, &b->gate_up, &b->down,
-			       &b->gate_up_half[0], &b->gate_up_half[1], &b->down_half[0], &b->down_half[1] };
+	struct weight *w[] = { &b->matrix,
+			       &b->odd,
+			       &b->bias,
+			       &b->norm,
+			       &b->freq,
+			       &b->gate_up,
+			       &b->down,
+			       &b->gate_up_half[0],
+			       &b->gate_up_half[1],
+			       &b->down_half[0],
+			       &b->down_half[1] };
 
 	for (int i = 0; i < COUNT(w); i++)
 		b->d.be->weight_free(&b->d, w[i]);
@@ -261,22 +291,25 @@ static void test_op(struct bench *b, const struct op *op, enum dtype in)
 	size_t row = (size_t)op->cols * dtype_size(op->out);
 
 	for (int t = 0; t < COUNT(threads); t++)
-		for (int k = 0; k < ncompanies - 5 * (t > 1); k++) {	/* a row alone has no use for many threads */
+		for (int k = 0; k < ncompanies - 5 * (t > 1);
+		     k++) { /* a row alone has no use for many threads */
 			const struct company *c = &companies[k];
 			char *got = result(&b[t], op, c, in);
 			int bad = 0;
 
 			for (int64_t i = 0; i < c->n; i++)
-				bad += memcmp(got + (size_t)i * row, want + (size_t)c->row[i] * row, row) != 0;
-			snprintf(what, sizeof what, "%s %s of %s: %s, %d threads", dtype_recipe_name(b->d.compute), op->name, dtype_name(in),
-				 c->name, threads[t]);
+				bad += memcmp(got + (size_t)i * row, want + (size_t)c->row[i] * row,
+					      row) != 0;
+			snprintf(what, sizeof what, "%s %s of %s: %s, %d threads",
+				 dtype_recipe_name(b->d.compute), op->name, dtype_name(in), c->name,
+				 threads[t]);
 			is_int(bad, 0, "%s", what);
 			free(got);
 		}
 	free(want);
 }
 
-/* ---- attention: a row of data alone, between others, and cut into pieces of queries ------------------------------------ */
+/* ---- attention: a row of data alone, between others, and cut into pieces of queries ---------- */
 
 #define LENGTH 290
 
@@ -286,15 +319,26 @@ struct shape {
 	bool sink;
 };
 
-/* Queries [first, first + count) of the row under test, with `before` tokens of another row in front and `behind` behind. */
-static char *attend(struct bench *b, const struct shape *s, const float *q, const float *k, int64_t first, int64_t count, int64_t before,
-		    int64_t behind)
+/*
+ * Queries [first, first + count) of the row under test, with `before` tokens of another row in
+ * front and `behind` behind.
+ */
+static char *attend(struct bench *b, const struct shape *s, const float *q, const float *k,
+		    int64_t first, int64_t count, int64_t before, int64_t behind)
 {
-	int64_t wq = s->heads * s->width, wk = s->kv_heads * s->width, nq = before + count + behind, nk = before + LENGTH + behind;
+	int64_t wq = s->heads * s->width, wk = s->kv_heads * s->width, nq = before + count + behind,
+		nk = before + LENGTH + behind;
 	float *mq = bed_numbers(nq * wq), *mk = bed_numbers(nk * wk);
-	struct piece p[] = { { 0, before, 0, before, 0, before }, { before, count, first, LENGTH, before, LENGTH },
+	struct piece p[] = { { 0, before, 0, before, 0, before },
+			     { before, count, first, LENGTH, before, LENGTH },
 			     { before + count, behind, 0, behind, before + LENGTH, behind } };
-	struct attention a = { s->heads, s->kv_heads, s->width, s->width, 0.7f, s->window, s->sink ? &b->bias : NULL };
+	struct attention a = { s->heads,
+			       s->kv_heads,
+			       s->width,
+			       s->width,
+			       0.7f,
+			       s->window,
+			       s->sink ? &b->bias : NULL };
 	struct tensor tq, tk, out;
 	char *all, *mine;
 	size_t row;
@@ -320,11 +364,14 @@ static char *attend(struct bench *b, const struct shape *s, const float *q, cons
 
 static void test_attention(struct bench *b, const struct shape *s)
 {
-	static const int64_t cuts[][4] = {	/* first, count, before, behind */
-		{ 0, LENGTH, 0, 0 }, { 0, LENGTH, 1, 200 }, { 0, LENGTH, 131, 0 }, { 0, 1, 0, 0 }, { 127, 2, 40, 3 }, { 128, 1, 0, 0 },
+	static const int64_t cuts[][4] = {
+		/* first, count, before, behind */
+		{ 0, LENGTH, 0, 0 }, { 0, LENGTH, 1, 200 },   { 0, LENGTH, 131, 0 },
+		{ 0, 1, 0, 0 },      { 127, 2, 40, 3 },       { 128, 1, 0, 0 },
 		{ 100, 150, 64, 9 }, { LENGTH - 1, 1, 7, 0 },
 	};
-	float *q = bed_numbers(LENGTH * s->heads * s->width), *k = bed_numbers(LENGTH * s->kv_heads * s->width);
+	float *q = bed_numbers(LENGTH * s->heads * s->width),
+	      *k = bed_numbers(LENGTH * s->kv_heads * s->width);
 	size_t row = (size_t)(s->heads * s->width) * sizeof(float);
 	char *want = attend(&b[0], s, q, k, 0, LENGTH, 0, 0);
 
@@ -334,9 +381,10 @@ static void test_attention(struct bench *b, const struct shape *s)
 			char *got = attend(&b[t], s, q, k, c[0], c[1], c[2], c[3]);
 
 			ok(!memcmp(got, want + (size_t)c[0] * row, (size_t)c[1] * row),
-			   "%s attention, %d/%d heads, window %d, sink %d: queries %d+%d between %d and %d tokens, %d threads",
-			   dtype_recipe_name(b->d.compute), s->heads, s->kv_heads, (int)s->window, s->sink, (int)c[0], (int)c[1], (int)c[2],
-			   (int)c[3], threads[t]);
+			   "%s attention, %d/%d heads, window %d, sink %d: queries %d+%d between "
+			   "%d and %d tokens, %d threads",
+			   dtype_recipe_name(b->d.compute), s->heads, s->kv_heads, (int)s->window,
+			   s->sink, (int)c[0], (int)c[1], (int)c[2], (int)c[3], threads[t]);
 			free(got);
 		}
 	free(q);
@@ -347,7 +395,10 @@ static void test_attention(struct bench *b, const struct shape *s)
 int main(int argc, char **argv)
 {
 	static const enum dtype types[] = { DT_F32, DT_BF16 };
-	static const struct shape shapes[] = { { 4, 2, 32, 0, false }, { 6, 1, 40, 100, true }, { 3, 3, 64, 1, false }, { 8, 4, 16, 129, true } };
+	static const struct shape shapes[] = { { 4, 2, 32, 0, false },
+					       { 6, 1, 40, 100, true },
+					       { 3, 3, 64, 1, false },
+					       { 8, 4, 16, 129, true } };
 	struct bench b[COUNT(threads)];
 
 	(void)argc;

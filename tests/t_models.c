@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Models keep their contract: they never look into tensor memory, and they ask for no more scratch than was planned. The ref backend runs
- * behind a guard that makes all device memory unreadable except while a verb runs; a model that peeks dies here.
+ * Models keep their contract: they never look into tensor memory, and they ask for no more scratch
+ * than was planned. The ref backend runs behind a guard that makes all device memory unreadable
+ * except while a verb runs; a model that peeks dies here.
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
@@ -23,7 +24,7 @@
 #include "tap.h"
 #include "tokens.h"
 
-/* ---- the guard ---------------------------------------------------------------------------------------------------------------- */
+/* ---- the guard ------------------------------------------------------------------------------- */
 
 #define REGIONS 64
 
@@ -83,37 +84,41 @@ static void guard_store(struct device *d, void *dst, enum dtype to, int64_t ld, 
 	CLOSE;
 }
 
-static void guard_rows(struct device *d, struct tensor out, const struct weight *w, struct tensor ids)
+static void guard_rows(struct device *d, struct tensor out, const struct weight *w,
+		       struct tensor ids)
 {
 	OPEN;
 	backend_ref.rows(d, out, w, ids);
 	CLOSE;
 }
 
-static void guard_matmul(struct device *d, struct tensor out, struct tensor x, const struct weight *w, const struct weight *bias,
-			 bool add)
+static void guard_matmul(struct device *d, struct tensor out, struct tensor x,
+			 const struct weight *w, const struct weight *bias, bool add)
 {
 	OPEN;
 	backend_ref.matmul(d, out, x, w, bias, add);
 	CLOSE;
 }
 
-static void guard_norm(struct device *d, struct tensor out, struct tensor x, const struct weight *w, float eps, int64_t width)
+static void guard_norm(struct device *d, struct tensor out, struct tensor x, const struct weight *w,
+		       float eps, int64_t width)
 {
 	OPEN;
 	backend_ref.norm(d, out, x, w, eps, width);
 	CLOSE;
 }
 
-static void guard_rope(struct device *d, struct tensor x, int heads, const struct rope *r, struct tensor pos)
+static void guard_rope(struct device *d, struct tensor x, int heads, const struct rope *r,
+		       struct tensor pos)
 {
 	OPEN;
 	backend_ref.rope(d, x, heads, r, pos);
 	CLOSE;
 }
 
-static void guard_attention(struct device *d, struct tensor out, struct tensor q, struct tensor k, struct tensor v,
-			    const struct attention *a, const struct piece *pieces, int n)
+static void guard_attention(struct device *d, struct tensor out, struct tensor q, struct tensor k,
+			    struct tensor v, const struct attention *a, const struct piece *pieces,
+			    int n)
 {
 	OPEN;
 	backend_ref.attention(d, out, q, k, v, a, pieces, n);
@@ -134,15 +139,16 @@ static void guard_add(struct device *d, struct tensor x, struct tensor y)
 	CLOSE;
 }
 
-static void guard_route(struct device *d, struct tensor ids, struct tensor weights, struct tensor logits, const struct router *r)
+static void guard_route(struct device *d, struct tensor ids, struct tensor weights,
+			struct tensor logits, const struct router *r)
 {
 	OPEN;
 	backend_ref.route(d, ids, weights, logits, r);
 	CLOSE;
 }
 
-static void guard_experts(struct device *d, struct tensor sum, struct tensor x, struct tensor ids, struct tensor weights,
-			  const struct experts *ex, bool add)
+static void guard_experts(struct device *d, struct tensor sum, struct tensor x, struct tensor ids,
+			  struct tensor weights, const struct experts *ex, bool add)
 {
 	OPEN;
 	backend_ref.experts(d, sum, x, ids, weights, ex, add);
@@ -170,19 +176,24 @@ static struct backend guard(void)
 	return b;
 }
 
-/* A verb that neither backend table knows would slip past the guard: every member must be the guard's or harmless by design. */
+/*
+ * A verb that neither backend table knows would slip past the guard: every member must be the
+ * guard's or harmless by design.
+ */
 static void count_verbs(void)
 {
 	struct backend b = guard();
-	const void *const *now = (const void *const *)&b, *const *then = (const void *const *)&backend_ref;
+	const void *const *now = (const void *const *)&b, *const *then =
+								  (const void *const *)&backend_ref;
 	size_t same = 0;
 
 	for (size_t i = 0; i < sizeof b / sizeof *now; i++)
 		same += now[i] == then[i];
-	is_int((int64_t)same, 7, "all verbs but open, close, sync and the four of weights are guarded");
+	is_int((int64_t)same, 7,
+	       "all verbs but open, close, sync and the four of weights are guarded");
 }
 
-/* ---- one case ------------------------------------------------------------------------------------------------------------------- */
+/* ---- one case -------------------------------------------------------------------------------- */
 
 struct world {
 	struct recipe recipe;
@@ -207,22 +218,29 @@ static void drop_record(void *ctx, json_t *rec)
 
 static int open_all(struct world *w, const char *out, enum dtype compute, struct err *e)
 {
-	struct layout_options lo = { .device = "cpu", .weights = -1, .compute = compute, .window_tokens = 24 };
+	struct layout_options lo = {
+		.device = "cpu", .weights = -1, .compute = compute, .window_tokens = 24
+	};
 	struct device_options po = { compute, 1, 0, 1 };
 	struct target_options to = { 0 };
 	struct stage_options so = { 0 };
 	struct stage_made made;
-	char *set = mem_printf(e, "recipe_args.cache_output_dir=%s/cache", out), *dir = mem_printf(e, "%s/stage", out);
+	char *set = mem_printf(e, "recipe_args.cache_output_dir=%s/cache", out),
+	     *dir = mem_printf(e, "%s/stage", out);
 	int rc = -1;
 
-	if (!set || !dir || recipe_read(&w->recipe, "recipe.yaml", (const char *const *)&set, 1, e) ||
+	if (!set || !dir ||
+	    recipe_read(&w->recipe, "recipe.yaml", (const char *const *)&set, 1, e) ||
 	    checkpoint_open(&w->checkpoint, w->recipe.target_dir, false, e))
 		goto out;
 	to.force_hf = w->recipe.target_force_hf;
-	if (target_open(&w->target, w->recipe.target_dir, w->checkpoint.config, &to, e) || tokens_open(&w->tokens, "tokens.safetensors", e) ||
-	    layout_plan(&w->plan, &w->recipe, &w->target, &w->checkpoint, &w->tokens, "tokens.safetensors", "", &lo, e) ||
+	if (target_open(&w->target, w->recipe.target_dir, w->checkpoint.config, &to, e) ||
+	    tokens_open(&w->tokens, "tokens.safetensors", e) ||
+	    layout_plan(&w->plan, &w->recipe, &w->target, &w->checkpoint, &w->tokens,
+			"tokens.safetensors", "", &lo, e) ||
 	    stage_make(dir, &w->plan, &w->target, &w->checkpoint, &so, &made, e) ||
-	    stage_open(&w->stage, dir, w->plan.stage_key, 0, e) || backend_open(&w->dev, "ref", &po, e))
+	    stage_open(&w->stage, dir, w->plan.stage_key, 0, e) ||
+	    backend_open(&w->dev, "ref", &po, e))
 		goto out;
 	rc = 0;
 out:
@@ -236,12 +254,24 @@ static int run_all(struct world *w, const struct backend *be, int *published, st
 	w->dev.be = be;
 	w->done = mem_calloc((size_t)geometry_shards(&w->plan.g), sizeof *w->done, e);
 	if (!w->done || weights_open(&w->weights, &w->target, &w->stage, &w->dev, e) ||
-	    cache_open(&w->cache, w->plan.cache_dir, &w->plan.g, &w->plan.identity, w->plan.digest, 0, true, NULL, e))
+	    cache_open(&w->cache, w->plan.cache_dir, &w->plan.g, &w->plan.identity, w->plan.digest,
+		       0, true, NULL, e))
 		return -1;
-	w->capture = (struct capture){ .cache = &w->cache, .tokens = &w->tokens, .ids = w->plan.ids, .published = drop_record, .ctx = published };
-	w->forward = (struct forward){ .plan = &w->plan, .range = w->plan.range, .tokens = &w->tokens, .target = &w->target, .dev = &w->dev,
-				       .weights = &w->weights, .capture = &w->capture, .progress = PROGRESS_NONE };
-	if (capture_open(&w->capture, w->plan.window_most, e) || forward_run(&w->forward, w->done, e))
+	w->capture = (struct capture){ .cache = &w->cache,
+				       .tokens = &w->tokens,
+				       .ids = w->plan.ids,
+				       .published = drop_record,
+				       .ctx = published };
+	w->forward = (struct forward){ .plan = &w->plan,
+				       .range = w->plan.range,
+				       .tokens = &w->tokens,
+				       .target = &w->target,
+				       .dev = &w->dev,
+				       .weights = &w->weights,
+				       .capture = &w->capture,
+				       .progress = PROGRESS_NONE };
+	if (capture_open(&w->capture, w->plan.window_most, e) ||
+	    forward_run(&w->forward, w->done, e))
 		return -1;
 	return capture_close(&w->capture, e);
 }
@@ -272,10 +302,12 @@ static void one_case(const char *name, const char *out, enum dtype compute)
 
 	if (!ok(!open_all(&w, out, compute, &e), "%s, %s: opens", name, dtype_recipe_name(compute)))
 		printf("# %s\n", e.text);
-	else if (!ok(!run_all(&w, &be, &published, &e), "%s, %s: runs behind the guard", name, dtype_recipe_name(compute)))
+	else if (!ok(!run_all(&w, &be, &published, &e), "%s, %s: runs behind the guard", name,
+		     dtype_recipe_name(compute)))
 		printf("# %s\n", e.text);
 	else
-		is_int(published, geometry_shards(&w.plan.g), "%s, %s: shards", name, dtype_recipe_name(compute));
+		is_int(published, geometry_shards(&w.plan.g), "%s, %s: shards", name,
+		       dtype_recipe_name(compute));
 	release_all(&w);
 }
 
@@ -290,7 +322,8 @@ static void on_fault(int sig)
 
 int main(void)
 {
-	static const char *const cases[] = { "qwen3-sliding-v5", "qwen3-untied-bias-yarn", "qwen3moe-mixed-v5", "qwen3moe-norm" };
+	static const char *const cases[] = { "qwen3-sliding-v5", "qwen3-untied-bias-yarn",
+					     "qwen3moe-mixed-v5", "qwen3moe-norm" };
 	const char *top = getenv("top_srcdir");
 	char out[] = "/tmp/dspark-models.XXXXXX", path[4096];
 

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * stage: packed blocks, who holds which rows, and that every form gives the bytes of the checkpoint or says what is wrong.
- * The checkpoint is made here, and so is the walk over it: each kind of sharding, parts, a fused tensor, an alias, an absent bias.
+ * stage: packed blocks, who holds which rows, and that every form gives the bytes of the checkpoint
+ * or says what is wrong. The checkpoint is made here, and so is the walk over it: each kind of
+ * sharding, parts, a fused tensor, an alias, an absent bias.
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
@@ -56,13 +57,14 @@ static void must(int rc, const struct err *e)
 	exit(1);
 }
 
-/* ---- packed blocks --------------------------------------------------------------------------------------------------- */
+/* ---- packed blocks --------------------------------------------------------------------------- */
 
 enum filling { NORMAL, UNIFORM, ZERO, SPECIAL, FILLINGS };
 
 static void fill(unsigned char *p, size_t n, enum dtype d, enum filling how)
 {
-	static const uint32_t special[] = { 0, 0x80000000, 0x7f800000, 0xff800000, 0x7fc00000, 1, 0x7fffffff, 0x3f800000 };
+	static const uint32_t special[] = { 0,          0x80000000, 0x7f800000, 0xff800000,
+					    0x7fc00000, 1,          0x7fffffff, 0x3f800000 };
 	size_t i, w = dtype_size(d);
 
 	for (i = 0; i < n; i++)
@@ -90,9 +92,14 @@ static int unpack_forged(void *out, size_t n, unsigned char *block, size_t len, 
 
 static void test_pack(void)
 {
-	static const enum dtype dtypes[] = { DT_F32, DT_BF16, DT_F16, DT_F64, DT_I64, DT_I32, DT_U8, DT_I8, DT_F8_E4M3, DT_F8_E5M2, DT_F8_E8M0 };
-	static const size_t sizes[] = { 1, 2, 7, 63, 64, 65, 127, 128, 255, 256, 1000, 4096, 4097, PACK_BLOCK - 2, PACK_BLOCK };
-	unsigned char *src = malloc(PACK_BLOCK), *out = malloc(PACK_BLOCK), *block = malloc(pack_bound(PACK_BLOCK));
+	static const enum dtype dtypes[] = { DT_F32,     DT_BF16,    DT_F16,    DT_F64,
+					     DT_I64,     DT_I32,     DT_U8,     DT_I8,
+					     DT_F8_E4M3, DT_F8_E5M2, DT_F8_E8M0 };
+	static const size_t sizes[] = { 1,         2,   7,   63,   64,   65,   127,
+					128,       255, 256, 1000, 4096, 4097, PACK_BLOCK - 2,
+					PACK_BLOCK };
+	unsigned char *src = malloc(PACK_BLOCK), *out = malloc(PACK_BLOCK),
+		      *block = malloc(pack_bound(PACK_BLOCK));
 	void *scratch = malloc(PACK_SCRATCH);
 	int wrong = 0, too_long = 0, missed = 0, cut = 0;
 	size_t d, s, i, len;
@@ -107,11 +114,14 @@ static void test_pack(void)
 				len = pack_block(block, src, n, dtypes[d], scratch);
 				too_long += len > pack_bound(n);
 				memset(out, 0x55, n);
-				wrong += pack_unpack(out, n, block, len, scratch) || memcmp(out, src, n);
-				cut += !pack_unpack(out, n, block, len - 1, scratch) || !pack_unpack(out, n, block, len / 2, scratch) ||
+				wrong += pack_unpack(out, n, block, len, scratch) ||
+					 memcmp(out, src, n);
+				cut += !pack_unpack(out, n, block, len - 1, scratch) ||
+				       !pack_unpack(out, n, block, len / 2, scratch) ||
 				       !pack_unpack(out, n, block, 0, scratch);
 				block[number() % len] ^= (unsigned char)(1 << (number() & 7));
-				missed += !pack_unpack(out, n, block, len, scratch) || !pack_check(block, len);
+				missed += !pack_unpack(out, n, block, len, scratch) ||
+					  !pack_check(block, len);
 			}
 	is_int(wrong, 0, "blocks unpack to what was packed");
 	is_int(too_long, 0, "no block is longer than its bound");
@@ -134,15 +144,20 @@ static void test_pack(void)
 	free(scratch);
 }
 
-/* ---- shares ---------------------------------------------------------------------------------------------------------- */
+/* ---- shares ---------------------------------------------------------------------------------- */
 
-static void share_is(struct stage_mesh m, int share, enum shard how, int64_t count, int64_t rows, int64_t first, int64_t n)
+static void share_is(struct stage_mesh m, int share, enum shard how, int64_t count, int64_t rows,
+		     int64_t first, int64_t n)
 {
 	int64_t f, k;
 
 	stage_share(&m, share, how, count, rows, &f, &k);
-	if (!ok(f == first && k == n, "world %d ep %d replicate %d share %d: %s of [%d,%d]", m.world, m.ep, m.replicate, share,
-		how == SHARD_EXPERT ? "EXPERT" : how == SHARD_WHOLE ? "WHOLE" : "ROWS", (int)count, (int)rows))
+	if (!ok(f == first && k == n, "world %d ep %d replicate %d share %d: %s of [%d,%d]",
+		m.world, m.ep, m.replicate, share,
+		how == SHARD_EXPERT  ? "EXPERT"
+		: how == SHARD_WHOLE ? "WHOLE"
+				     : "ROWS",
+		(int)count, (int)rows))
 		printf("# got [%d, +%d), want [%d, +%d)\n", (int)f, (int)k, (int)first, (int)n);
 }
 
@@ -160,14 +175,20 @@ static void test_shares(void)
 	share_is(replicated, 2, SHARD_ROWS, 1, 7, 0, 7);
 	share_is(replicated, 2, SHARD_EXPERT, 4, 7, 0, 28);
 	share_is((struct stage_mesh){ 2, 2, 1, true }, 1, SHARD_EXPERT, 4, 5, 10, 10);
-	share_is((struct stage_mesh){ 6, 2, 1, true }, 3, SHARD_EXPERT, 4, 5, 14, 4);	/* ep_shard 1 of 3, ep_index 1: 10 rows by c = 4 */
+	/* ep_shard 1 of 3, ep_index 1: 10 rows by c = 4 */
+	share_is((struct stage_mesh){ 6, 2, 1, true }, 3, SHARD_EXPERT, 4, 5, 14, 4);
 	share_is((struct stage_mesh){ 6, 2, 1, true }, 5, SHARD_EXPERT, 4, 5, 18, 2);
-	share_is((struct stage_mesh){ 8, 2, 2, true }, 6, SHARD_ROWS, 1, 8, 4, 2);	/* shard group of 4: the third */
-	share_is((struct stage_mesh){ 8, 8, 4, true }, 5, SHARD_EXPERT, 8, 3, 15, 3);	/* ep spans shard groups */
+	/* shard group of 4: the third */
+	share_is((struct stage_mesh){ 8, 2, 2, true }, 6, SHARD_ROWS, 1, 8, 4, 2);
+	/* ep spans shard groups */
+	share_is((struct stage_mesh){ 8, 8, 4, true }, 5, SHARD_EXPERT, 8, 3, 15, 3);
 	share_is((struct stage_mesh){ 8, 8, 4, true }, 5, SHARD_ROWS, 1, 3, 2, 1);
 }
 
-/* Within a shard group every row is held, and once; so is every expert's where the group holds all of them. */
+/*
+ * Within a shard group every row is held, and once; so is every expert's where the group holds all
+ * of them.
+ */
 static void test_cover(void)
 {
 	int world, ep, replicate, bad = 0, meshes = 0;
@@ -186,7 +207,9 @@ static void test_cover(void)
 					for (kind = 0; kind < 2; kind++) {
 						int64_t first, n;
 
-						stage_share(&m, s, kind ? SHARD_EXPERT : SHARD_ROWS, kind ? 12 : 1, kind ? 5 : 37, &first, &n);
+						stage_share(&m, s, kind ? SHARD_EXPERT : SHARD_ROWS,
+							    kind ? 12 : 1, kind ? 5 : 37, &first,
+							    &n);
 						while (n--)
 							held[kind][first + n]++;
 					}
@@ -201,7 +224,8 @@ static void test_cover(void)
 static void test_key(void)
 {
 	char a[DIGEST_HEX], b[DIGEST_HEX];
-	const struct stage_mesh one = { 1, 1, 1, false }, four = { 4, 2, 2, false }, cut = { 4, 2, 2, true }, other = { 4, 1, 2, true };
+	const struct stage_mesh one = { 1, 1, 1, false }, four = { 4, 2, 2, false },
+				cut = { 4, 2, 2, true }, other = { 4, 1, 2, true };
 
 	stage_key(a, "w", &one, 0, false, "");
 	stage_key(b, "w", &four, 0, false, "");
@@ -216,7 +240,7 @@ static void test_key(void)
 	ok(strcmp(a, b), "the mesh counts");
 }
 
-/* ---- a checkpoint and a walk over it --------------------------------------------------------------------------------- */
+/* ---- a checkpoint and a walk over it --------------------------------------------------------- */
 
 #define E 4		/* experts */
 #define I 3		/* their rows */
@@ -227,11 +251,18 @@ static const struct {
 	int ndim;
 	int64_t shape[3];
 } tensors[2][8] = {
-	{ { "embed.weight", DT_BF16, 2, { 10, 4 } }, { "q.weight", DT_F32, 2, { 5, 4 } }, { "k.weight", DT_F32, 2, { 2, 4 } },
+	{ { "embed.weight", DT_BF16, 2, { 10, 4 } },
+	  { "q.weight", DT_F32, 2, { 5, 4 } },
+	  { "k.weight", DT_F32, 2, { 2, 4 } },
 	  { "norm.weight", DT_F16, 1, { 4 } } },
-	{ { "e.0.weight", DT_BF16, 2, { I, 4 } }, { "e.1.weight", DT_BF16, 2, { I, 4 } }, { "e.2.weight", DT_BF16, 2, { I, 4 } },
-	  { "e.3.weight", DT_BF16, 2, { I, 4 } }, { "fused", DT_BF16, 3, { E, I, 4 } }, { "ids", DT_I64, 2, { 9, 2 } },
-	  { "big.weight", DT_BF16, 2, { 700, 999 } }, { "stray", DT_F32, 1, { 3 } } },
+	{ { "e.0.weight", DT_BF16, 2, { I, 4 } },
+	  { "e.1.weight", DT_BF16, 2, { I, 4 } },
+	  { "e.2.weight", DT_BF16, 2, { I, 4 } },
+	  { "e.3.weight", DT_BF16, 2, { I, 4 } },
+	  { "fused", DT_BF16, 3, { E, I, 4 } },
+	  { "ids", DT_I64, 2, { 9, 2 } },
+	  { "big.weight", DT_BF16, 2, { 700, 999 } },
+	  { "stray", DT_F32, 1, { 3 } } },
 };
 
 static void write_tensors(const char *path, int file)
@@ -242,7 +273,8 @@ static void write_tensors(const char *path, int file)
 	size_t n = 0, i, k;
 
 	for (; n < 8 && tensors[file][n].name; n++) {
-		st[n] = (struct st_tensor){ .name = (char *)tensors[file][n].name, .dtype = tensors[file][n].dtype,
+		st[n] = (struct st_tensor){ .name = (char *)tensors[file][n].name,
+					    .dtype = tensors[file][n].dtype,
 					    .ndim = tensors[file][n].ndim };
 		memcpy(st[n].shape, tensors[file][n].shape, sizeof tensors[file][n].shape);
 	}
@@ -263,7 +295,10 @@ static void write_tensors(const char *path, int file)
 
 static struct weight fields[8];
 
-/* embed TABLE, its alias as the head, [q; k] ROWS with an absent bias, a vector WHOLE, experts one by one and fused, integers, a large matrix. */
+/*
+ * embed TABLE, its alias as the head, [q; k] ROWS with an absent bias, a vector WHOLE, experts one
+ * by one and fused, integers, a large matrix.
+ */
 static int walk(struct target *t, struct weight_walk *w, struct err *e)
 {
 	struct weight_spec s[8] = {
@@ -320,15 +355,21 @@ static int walk_derived(struct target *t, struct weight_walk *w, struct err *e)
 }
 
 static int derive(struct target *t, const char *model, char digest[33],
-		  int (*put)(void *ctx, const char *name, enum dtype dtype, int64_t rows, int64_t cols, const void *data, struct err *e),
+		  int (*put)(void *ctx, const char *name, enum dtype dtype, int64_t rows,
+			     int64_t cols, const void *data, struct err *e),
 		  void *ctx, struct err *e)
 {
 	(void)t;
 	digest_xxh3(digest, classes, sizeof classes);
-	return !*model || put(ctx, "classes", DT_I64, 11, 1, classes, e) || put(ctx, "mix", DT_F32, 3, 2, mix, e) ? -1 : 0;
+	return !*model || put(ctx, "classes", DT_I64, 11, 1, classes, e) ||
+			       put(ctx, "mix", DT_F32, 3, 2, mix, e)
+		       ? -1
+		       : 0;
 }
 
-static const struct model deriving = { .name = "deriving", .weights = walk_derived, .derive = derive };
+static const struct model deriving = { .name = "deriving",
+				       .weights = walk_derived,
+				       .derive = derive };
 
 struct bed {
 	struct checkpoint c;
@@ -360,7 +401,8 @@ static void bed_close(struct bed *b)
 	free(b->stage);
 }
 
-static int make(struct bed *b, enum stage_form form, const bool *ranks, struct stage_made *made, struct err *e)
+static int make(struct bed *b, enum stage_form form, const bool *ranks, struct stage_made *made,
+		struct err *e)
 {
 	struct stage_options o = { form, ranks, false };
 	struct stage_made none;
@@ -404,10 +446,15 @@ static void make_model(void)
 static char *original(const struct bed *b, const struct entry *t, struct err *e)
 {
 	const struct entry *whole = b->c.catalogue.find(&b->c.catalogue, t->name);
-	char *path = file_join(b->model, b->c.file[whole->file].name, e), *buf = malloc(stage_bytes(t) + 1);
+	char *path = file_join(b->model, b->c.file[whole->file].name, e),
+	     *buf = malloc(stage_bytes(t) + 1);
 	int fd = file_open(path, e);
 
-	must(fd < 0 || file_pread(fd, path, buf, stage_bytes(t), whole->begin + (uint64_t)t->row0 * entry_row_bytes(t), e) ? -1 : 0, e);
+	must(fd < 0 || file_pread(fd, path, buf, stage_bytes(t),
+				  whole->begin + (uint64_t)t->row0 * entry_row_bytes(t), e)
+		     ? -1
+		     : 0,
+	     e);
 	close(fd);
 	free(path);
 	return buf;
@@ -424,7 +471,8 @@ static int differs(struct stage *s, const struct entry *t, const char *want, str
 	for (off = 0; !bad && off < n; off += part) {
 		part = 1 + number() % 300000;
 		part = part < n - off ? part : n - off;
-		bad = stage_read(s, t, got + off, off, part, e) || memcmp(got + off, want + off, part);
+		bad = stage_read(s, t, got + off, off, part, e) ||
+		      memcmp(got + off, want + off, part);
 	}
 	bad |= !stage_read(s, t, got, n, 1, &(struct err)ERR_INIT);
 	free(got);
@@ -457,7 +505,8 @@ static void holds(const struct bed *b, int rank, const char *want, const char *w
 	if (stage_open(&s, b->stage, b->p.stage_key, rank, &e))
 		text_add(&t, e.text);
 	for (i = 0; i < s.nentries; i++)
-		text_printf(&t, "%s%s:%d+%d", i ? " " : "", s.entry[i].name, (int)s.entry[i].row0, (int)s.entry[i].rows);
+		text_printf(&t, "%s%s:%d+%d", i ? " " : "", s.entry[i].name, (int)s.entry[i].row0,
+			    (int)s.entry[i].rows);
 	is_str(t.s, want, "%s", what);
 	is_int(wrong_entries(b, &s, &e), 0, "%s: bytes", what);
 	stage_release(&s);
@@ -466,8 +515,10 @@ static void holds(const struct bed *b, int rank, const char *want, const char *w
 
 static void test_replicated(void)
 {
-	static const char all[] = "embed.weight:0+10 q.weight:0+5 k.weight:0+2 norm.weight:0+4 e.0.weight:0+3 e.1.weight:0+3 "
-				  "e.2.weight:0+3 e.3.weight:0+3 fused:0+12 ids:0+9 big.weight:0+700";
+	static const char all[] =
+		"embed.weight:0+10 q.weight:0+5 k.weight:0+2 norm.weight:0+4 e.0.weight:0+3 "
+		"e.1.weight:0+3 "
+		"e.2.weight:0+3 e.3.weight:0+3 fused:0+12 ids:0+9 big.weight:0+700";
 	enum stage_form form;
 
 	for (form = 0; form < STAGE_FORMS; form++) {
@@ -476,14 +527,17 @@ static void test_replicated(void)
 		struct bed b;
 
 		bed_open(&b, (struct stage_mesh){ 3, 1, 1, false });
-		ok(!make(&b, form, NULL, &made, &e) && !made.reused && made.shares == 1 && made.form == form, "%s: made",
-		   stage_form_name(form));
+		ok(!make(&b, form, NULL, &made, &e) && !made.reused && made.shares == 1 &&
+			   made.form == form,
+		   "%s: made", stage_form_name(form));
 		holds(&b, 2, all, stage_form_name(form));
-		ok(!make(&b, form, NULL, &made, &e) && made.reused, "%s: made again, nothing is written", stage_form_name(form));
-		ok(!make(&b, STAGE_REFERENCE, NULL, &made, &e) && made.reused && made.form == form, "%s: taken where no copy is asked for",
-		   stage_form_name(form));
+		ok(!make(&b, form, NULL, &made, &e) && made.reused,
+		   "%s: made again, nothing is written", stage_form_name(form));
+		ok(!make(&b, STAGE_REFERENCE, NULL, &made, &e) && made.reused && made.form == form,
+		   "%s: taken where no copy is asked for", stage_form_name(form));
 		b.p.world = 7;
-		ok(!make(&b, form, NULL, &made, &e) && made.reused, "%s: another world takes it", stage_form_name(form));
+		ok(!make(&b, form, NULL, &made, &e) && made.reused, "%s: another world takes it",
+		   stage_form_name(form));
 		if (e.code)
 			printf("# %s\n", e.text);
 		remove_dir(b.stage);
@@ -502,19 +556,32 @@ static void test_sharded(void)
 
 		/* [q; k] of 7 rows by c = 3; each expert stack of 12 by c = 4 */
 		bed_open(&b, (struct stage_mesh){ 3, 1, 1, true });
-		ok(!make(&b, form, NULL, &made, &e) && made.shares == 3 && made.done == 3, "%s on 3 ranks", stage_form_name(form));
-		holds(&b, 0, form ? "embed.weight:0+4 q.weight:0+3 k.weight:0+0 norm.weight:0+4 e.0.weight:0+3 e.1.weight:0+1 fused:0+4 "
-				    "ids:0+3 big.weight:0+234"
-				  : "embed.weight:0+10 q.weight:0+3 k.weight:0+0 norm.weight:0+4 e.0.weight:0+3 e.1.weight:0+1 fused:0+4 "
-				    "ids:0+3 big.weight:0+234", "rank 0");
-		holds(&b, 1, form ? "embed.weight:4+4 q.weight:3+2 k.weight:0+1 norm.weight:0+4 e.1.weight:1+2 e.2.weight:0+2 fused:4+4 "
-				    "ids:3+3 big.weight:234+234"
-				  : "embed.weight:0+10 q.weight:3+2 k.weight:0+1 norm.weight:0+4 e.1.weight:1+2 e.2.weight:0+2 fused:4+4 "
-				    "ids:3+3 big.weight:234+234", "rank 1");
-		holds(&b, 2, form ? "embed.weight:8+2 q.weight:0+0 k.weight:1+1 norm.weight:0+4 e.2.weight:2+1 e.3.weight:0+3 fused:8+4 "
-				    "ids:6+3 big.weight:468+232"
-				  : "embed.weight:0+10 q.weight:0+0 k.weight:1+1 norm.weight:0+4 e.2.weight:2+1 e.3.weight:0+3 fused:8+4 "
-				    "ids:6+3 big.weight:468+232", "rank 2");
+		ok(!make(&b, form, NULL, &made, &e) && made.shares == 3 && made.done == 3,
+		   "%s on 3 ranks", stage_form_name(form));
+		holds(&b, 0,
+		      form ? "embed.weight:0+4 q.weight:0+3 k.weight:0+0 norm.weight:0+4 "
+			     "e.0.weight:0+3 e.1.weight:0+1 fused:0+4 "
+			     "ids:0+3 big.weight:0+234"
+			   : "embed.weight:0+10 q.weight:0+3 k.weight:0+0 norm.weight:0+4 "
+			     "e.0.weight:0+3 e.1.weight:0+1 fused:0+4 "
+			     "ids:0+3 big.weight:0+234",
+		      "rank 0");
+		holds(&b, 1,
+		      form ? "embed.weight:4+4 q.weight:3+2 k.weight:0+1 norm.weight:0+4 "
+			     "e.1.weight:1+2 e.2.weight:0+2 fused:4+4 "
+			     "ids:3+3 big.weight:234+234"
+			   : "embed.weight:0+10 q.weight:3+2 k.weight:0+1 norm.weight:0+4 "
+			     "e.1.weight:1+2 e.2.weight:0+2 fused:4+4 "
+			     "ids:3+3 big.weight:234+234",
+		      "rank 1");
+		holds(&b, 2,
+		      form ? "embed.weight:8+2 q.weight:0+0 k.weight:1+1 norm.weight:0+4 "
+			     "e.2.weight:2+1 e.3.weight:0+3 fused:8+4 "
+			     "ids:6+3 big.weight:468+232"
+			   : "embed.weight:0+10 q.weight:0+0 k.weight:1+1 norm.weight:0+4 "
+			     "e.2.weight:2+1 e.3.weight:0+3 fused:8+4 "
+			     "ids:6+3 big.weight:468+232",
+		      "rank 2");
 		remove_dir(b.stage);
 		bed_close(&b);
 	}
@@ -530,23 +597,35 @@ static void test_experts(void)
 
 	bed_open(&b, (struct stage_mesh){ 2, 2, 1, true });
 	ok(!make(&b, STAGE_COPY, second, &made, &e) && made.done == 1, "one rank of two");
-	holds(&b, 1, "embed.weight:5+5 q.weight:4+1 k.weight:0+2 norm.weight:0+4 e.2.weight:0+3 e.3.weight:0+3 fused:6+6 ids:5+4 "
-		     "big.weight:350+350", "ep_size 2, rank 1");
-	ok(stage_open(&s, b.stage, b.p.stage_key, 0, &e) && strstr(e.text, "run dspark-load --copy --ranks 0"), "the other is not staged");
+	holds(&b, 1,
+	      "embed.weight:5+5 q.weight:4+1 k.weight:0+2 norm.weight:0+4 e.2.weight:0+3 "
+	      "e.3.weight:0+3 fused:6+6 ids:5+4 "
+	      "big.weight:350+350",
+	      "ep_size 2, rank 1");
+	ok(stage_open(&s, b.stage, b.p.stage_key, 0, &e) &&
+		   strstr(e.text, "run dspark-load --copy --ranks 0"),
+	   "the other is not staged");
 	e = (struct err)ERR_INIT;
-	ok(make(&b, STAGE_REFERENCE, NULL, NULL, &e) && strstr(e.text, "without a good copy of share 0"), "a copy is not made unasked");
+	ok(make(&b, STAGE_REFERENCE, NULL, NULL, &e) &&
+		   strstr(e.text, "without a good copy of share 0"),
+	   "a copy is not made unasked");
 	e = (struct err)ERR_INIT;
-	ok(!make(&b, STAGE_COPY, NULL, &made, &e) && !made.reused && made.done == 2, "the other is added");
-	holds(&b, 0, "embed.weight:0+5 q.weight:0+4 k.weight:0+0 norm.weight:0+4 e.0.weight:0+3 e.1.weight:0+3 fused:0+6 ids:0+5 "
-		     "big.weight:0+350", "ep_size 2, rank 0");
+	ok(!make(&b, STAGE_COPY, NULL, &made, &e) && !made.reused && made.done == 2,
+	   "the other is added");
+	holds(&b, 0,
+	      "embed.weight:0+5 q.weight:0+4 k.weight:0+0 norm.weight:0+4 e.0.weight:0+3 "
+	      "e.1.weight:0+3 fused:0+6 ids:0+5 "
+	      "big.weight:0+350",
+	      "ep_size 2, rank 0");
 	remove_dir(b.stage);
 	b.p.ep = 3;
 	stage_key(b.p.stage_key, b.p.weights, &(struct stage_mesh){ 2, 3, 1, true }, 0, false, "");
-	ok(make(&b, STAGE_COPY, NULL, NULL, &e) && strstr(e.text, "cannot be divided"), "3 does not divide 2 ranks");
+	ok(make(&b, STAGE_COPY, NULL, NULL, &e) && strstr(e.text, "cannot be divided"),
+	   "3 does not divide 2 ranks");
 	bed_close(&b);
 }
 
-/* ---- what is wrong is said ------------------------------------------------------------------------------------------- */
+/* ---- what is wrong is said ------------------------------------------------------------------- */
 
 static char *in_stage(const struct bed *b, const char *name)
 {
@@ -576,7 +655,9 @@ static void open_refused(const struct bed *b, const char *words, const char *wha
 	struct err e = ERR_INIT;
 	struct stage s;
 
-	if (!ok(stage_open(&s, b->stage, b->p.stage_key, 0, &e) && e.code == EXIT_REFUSED && strstr(e.text, words), "%s", what))
+	if (!ok(stage_open(&s, b->stage, b->p.stage_key, 0, &e) && e.code == EXIT_REFUSED &&
+			strstr(e.text, words),
+		"%s", what))
 		printf("# '%s', want '%s'\n", e.text, words);
 	stage_release(&s);
 }
@@ -609,9 +690,13 @@ static void test_damage(enum stage_form form)
 	is_int(bad, 0, "%s: a damaged head or index is refused", name);
 	spoil(&b, "index-00000.jsonl", -40);
 	open_refused(&b, "does not vouch", "an index whose hash is damaged");
-	ok(!make(&b, form, NULL, &made, &e) && !made.reused && !stage_open(&s, b.stage, b.p.stage_key, 0, &e), "%s: dspark-load mends it", name);
+	ok(!make(&b, form, NULL, &made, &e) && !made.reused &&
+		   !stage_open(&s, b.stage, b.p.stage_key, 0, &e),
+	   "%s: dspark-load mends it", name);
 	stage_release(&s);
-	ok(stage_open(&s, b.stage, "00000000000000000000000000000000", 0, &e) && strstr(e.text, "other weights"), "%s: another key", name);
+	ok(stage_open(&s, b.stage, "00000000000000000000000000000000", 0, &e) &&
+		   strstr(e.text, "other weights"),
+	   "%s: another key", name);
 	e = (struct err)ERR_INIT;
 
 	if (data[form]) {
@@ -624,7 +709,8 @@ static void test_damage(enum stage_form form)
 			t = s.catalogue.find(&s.catalogue, "big.weight");
 			n = stage_bytes(t);
 			buf = malloc(n);
-			bad += !stage_read(&s, t, buf, 0, n, &e) || !strstr(e.text, "big.weight") || !strstr(e.text, data[form]);
+			bad += !stage_read(&s, t, buf, 0, n, &e) || !strstr(e.text, "big.weight") ||
+			       !strstr(e.text, data[form]);
 			stage_release(&s);
 			free(buf);
 			e = (struct err)ERR_INIT;
@@ -632,7 +718,8 @@ static void test_damage(enum stage_form form)
 		}
 		is_int(bad, 0, "%s: a damaged tensor is named", name);
 		spoil(&b, data[form], -5000);
-		ok(!make(&b, STAGE_COPY + (form == STAGE_LZ4), NULL, &made, &e) && !made.reused, "%s: and made again", name);
+		ok(!make(&b, STAGE_COPY + (form == STAGE_LZ4), NULL, &made, &e) && !made.reused,
+		   "%s: and made again", name);
 		must(stage_open(&s, b.stage, b.p.stage_key, 0, &e), &e);
 		is_int(wrong_entries(&b, &s, &e), 0, "%s: with the right bytes", name);
 		stage_release(&s);
@@ -646,7 +733,8 @@ static void test_damage(enum stage_form form)
 		unlink(path);
 		free(path);
 		open_refused(&b, "is not staged", "no index");
-		ok(!make(&b, STAGE_COPY + (form == STAGE_LZ4), NULL, &made, &e) && !made.reused, "%s: an index is written again", name);
+		ok(!make(&b, STAGE_COPY + (form == STAGE_LZ4), NULL, &made, &e) && !made.reused,
+		   "%s: an index is written again", name);
 	}
 	remove_dir(b.stage);
 	bed_close(&b);
@@ -664,10 +752,12 @@ static void test_changed(void)
 	must(make(&b, STAGE_REFERENCE, NULL, NULL, &e), &e);
 	path = file_join(b.model, "b.safetensors", &e);
 	must(utimensat(AT_FDCWD, path, (struct timespec[2]){ { 1, 2 }, { 3, 4 } }, 0), &e);
-	open_refused(&b, "b.safetensors' changed since it was staged", "a checkpoint that was touched");
+	open_refused(&b, "b.safetensors' changed since it was staged",
+		     "a checkpoint that was touched");
 	checkpoint_release(&b.c);
 	must(checkpoint_open(&b.c, b.model, false, &e), &e);
-	ok(!make(&b, STAGE_REFERENCE, NULL, &made, &e) && !made.reused && !stage_open(&s, b.stage, b.p.stage_key, 0, &e),
+	ok(!make(&b, STAGE_REFERENCE, NULL, &made, &e) && !made.reused &&
+		   !stage_open(&s, b.stage, b.p.stage_key, 0, &e),
 	   "staging again looks at it again");
 	stage_release(&s);
 	unlink(path);
@@ -682,7 +772,8 @@ static void make_refused(struct bed *b, enum stage_form form, const char *words,
 {
 	struct err e = ERR_INIT;
 
-	if (!ok(make(b, form, NULL, NULL, &e) && e.code == EXIT_REFUSED && strstr(e.text, words), "%s", what))
+	if (!ok(make(b, form, NULL, NULL, &e) && e.code == EXIT_REFUSED && strstr(e.text, words),
+		"%s", what))
 		printf("# '%s', want '%s'\n", e.text, words);
 }
 
@@ -696,7 +787,8 @@ static void test_refusals(void)
 	bed_open(&b, (struct stage_mesh){ 1, 1, 1, false });
 	stage = b.stage;
 	b.stage = b.model;
-	make_refused(&b, STAGE_REFERENCE, "would lie in the checkpoint", "the checkpoint is not written");
+	make_refused(&b, STAGE_REFERENCE, "would lie in the checkpoint",
+		     "the checkpoint is not written");
 	b.stage = file_join(b.model, "deep/er/", &e);
 	make_refused(&b, STAGE_COPY, "would lie in the checkpoint", "nor any place in it");
 	free(b.stage);
@@ -706,35 +798,41 @@ static void test_refusals(void)
 	b.p.cache_dir = NULL;
 
 	must(make(&b, STAGE_COPY, NULL, NULL, &e), &e);
-	make_refused(&b, STAGE_LZ4, "in the form 'copy', not 'lz4'", "a copy of another form stays");
+	make_refused(&b, STAGE_LZ4, "in the form 'copy', not 'lz4'",
+		     "a copy of another form stays");
 	b.p.world = 2;
 	b.p.sharded = true;
 	stage_key(b.p.stage_key, b.p.weights, &(struct stage_mesh){ 2, 1, 1, true }, 0, false, "");
 	make_refused(&b, STAGE_COPY, "remove it or give another -s", "a copy of another key stays");
 	make_refused(&b, STAGE_REFERENCE, "remove it or give another -s", "by reference, too");
 	spoil(&b, "stage.json", 20);
-	make_refused(&b, STAGE_REFERENCE, "is damaged or no stage of dspark", "so does what nobody can read");
+	make_refused(&b, STAGE_REFERENCE, "is damaged or no stage of dspark",
+		     "so does what nobody can read");
 	remove_dir(b.stage);
 	must(make(&b, STAGE_REFERENCE, NULL, NULL, &e), &e);
 	b.p.sharded = false;
 	stage_key(b.p.stage_key, b.p.weights, &(struct stage_mesh){ 2, 1, 1, false }, 0, false, "");
-	ok(!make(&b, STAGE_REFERENCE, NULL, &made, &e) && !made.reused, "a stage by reference is replaced");
+	ok(!make(&b, STAGE_REFERENCE, NULL, &made, &e) && !made.reused,
+	   "a stage by reference is replaced");
 	ok(!make(&b, STAGE_LZ4, NULL, &made, &e) && made.form == STAGE_LZ4, "by a copy, too");
 	strcpy(b.p.stage_key, "0");
-	make_refused(&b, STAGE_REFERENCE, "run dspark-plan again", "a plan whose key is not its own");
+	make_refused(&b, STAGE_REFERENCE, "run dspark-plan again",
+		     "a plan whose key is not its own");
 	remove_dir(b.stage);
 	bed_close(&b);
 }
 
-/* ---- derived tensors ------------------------------------------------------------------------------------------------- */
+/* ---- derived tensors ------------------------------------------------------------------------- */
 
-static void derived_is(struct stage *s, const char *name, const void *want, size_t off, size_t n, struct err *e)
+static void derived_is(struct stage *s, const char *name, const void *want, size_t off, size_t n,
+		       struct err *e)
 {
 	const struct entry *t = s->catalogue.find(&s->catalogue, name);
 	char buf[256];
 
-	ok(t && stage_bytes(t) == n && !stage_read(s, t, buf, 0, n, e) && !memcmp(buf, (const char *)want + off, n), "%s in form '%s'", name,
-	   stage_form_name(s->form));
+	ok(t && stage_bytes(t) == n && !stage_read(s, t, buf, 0, n, e) &&
+		   !memcmp(buf, (const char *)want + off, n),
+	   "%s in form '%s'", name, stage_form_name(s->form));
 }
 
 static void test_derived(void)
@@ -755,14 +853,17 @@ static void test_derived(void)
 		must(stage_derived(none, &b.t, b.model, &e), &e);
 		is_str(none, "", "a model that derives nothing");
 		b.t.model = &deriving;
-		make_refused(&b, form, "run dspark-plan again", "what is derived counts in the key");
+		make_refused(&b, form, "run dspark-plan again",
+			     "what is derived counts in the key");
 		must(stage_derived(digest, &b.t, b.model, &e), &e);
 		stage_key(b.p.stage_key, b.p.weights, &two, 0, false, digest);
 		must(make(&b, form, NULL, &made, &e), &e);
 		must(stage_open(&s, b.stage, b.p.stage_key, 1, &e), &e);
 		derived_is(&s, "classes", classes, 0, sizeof classes, &e);
-		derived_is(&s, "mix", mix, 16, 8, &e);	/* the second of two ranks: a row by c = 2 */
-		ok(s.nentries == 3 && s.catalogue.find(&s.catalogue, "norm.weight"), "with the others");
+		/* the second of two ranks: a row by c = 2 */
+		derived_is(&s, "mix", mix, 16, 8, &e);
+		ok(s.nentries == 3 && s.catalogue.find(&s.catalogue, "norm.weight"),
+		   "with the others");
 		stage_release(&s);
 		ok(!make(&b, form, NULL, &made, &e) && made.reused, "is kept");
 		classes[3] = 8;
@@ -772,7 +873,7 @@ static void test_derived(void)
 	}
 }
 
-/* ---- threads --------------------------------------------------------------------------------------------------------- */
+/* ---- threads --------------------------------------------------------------------------------- */
 
 struct reader {
 	struct stage *s;
@@ -791,7 +892,8 @@ static void *read_much(void *arg)
 	for (i = 0; i < 40; i++) {
 		uint64_t off = i * 33333 % n, part = n - off < 400000 ? n - off : 400000;
 
-		r->bad += stage_read(r->s, t, buf, off, part, &e) || memcmp(buf, r->want + off, part);
+		r->bad +=
+			stage_read(r->s, t, buf, off, part, &e) || memcmp(buf, r->want + off, part);
 	}
 	free(buf);
 	return NULL;

@@ -33,7 +33,9 @@ struct file {
 
 static struct st_tensor vector(const char *name, enum dtype dtype, int64_t n)
 {
-	return (struct st_tensor){ .name = (char *)name, .dtype = dtype, .ndim = 1, .shape = { n } };
+	return (struct st_tensor){
+		.name = (char *)name, .dtype = dtype, .ndim = 1, .shape = { n }
+	};
 }
 
 static void set(struct file *f, const char *key, const char *value)
@@ -61,12 +63,17 @@ static void rehash(struct file *f)
 static struct file good(void)
 {
 	struct file f = {
-		.ids = { 3, 1, 4, 1, 5, 9, 2, 6 }, .mask = { 0, 1, 1, 0, 0, 0, 1, 0 }, .offset = { 0, 3, 4, 8 },
-		.tensor = { vector("input_ids", DT_I32, TOKENS), vector("loss_mask", DT_U8, TOKENS), vector("row_offsets", DT_I64, ROWS + 1) },
-		.meta = json_pack("{s:s,s:s,s:s,s:s,s:s,s:s,s:s,s:s,s:s,s:s,s:s,s:s}", "format", "dspark-tokens", "version", "1", "seq_length", "4",
-				  "num_rows", "3", "pad_token_id", "7", "chat_template_sha256", sha, "train_data_path", "rows.jsonl", "train_split",
-				  "\"train[:3]\"", "shuffle_seed", "-42", "mask_reasoning_content", "true", "mask_generation_prompt", "false",
-				  "tokenizer_xxh3_128", ""),
+		.ids = { 3, 1, 4, 1, 5, 9, 2, 6 },
+		.mask = { 0, 1, 1, 0, 0, 0, 1, 0 },
+		.offset = { 0, 3, 4, 8 },
+		.tensor = { vector("input_ids", DT_I32, TOKENS), vector("loss_mask", DT_U8, TOKENS),
+			    vector("row_offsets", DT_I64, ROWS + 1) },
+		.meta = json_pack("{s:s,s:s,s:s,s:s,s:s,s:s,s:s,s:s,s:s,s:s,s:s,s:s}", "format",
+				  "dspark-tokens", "version", "1", "seq_length", "4", "num_rows",
+				  "3", "pad_token_id", "7", "chat_template_sha256", sha,
+				  "train_data_path", "rows.jsonl", "train_split", "\"train[:3]\"",
+				  "shuffle_seed", "-42", "mask_reasoning_content", "true",
+				  "mask_generation_prompt", "false", "tokenizer_xxh3_128", ""),
 	};
 
 	rehash(&f);
@@ -98,7 +105,7 @@ static void write_file(const char *name, struct file *f)
 	json_decref(f->meta);
 }
 
-/* ---- what is wrong when it is opened ------------------------------------------------------------------------------- */
+/* ---- what is wrong when it is opened --------------------------------------------------------- */
 
 static void no_ids(struct file *f) { f->tensor[0].name = "ids"; }
 static void no_mask(struct file *f) { f->tensor[1].name = "mask"; }
@@ -106,7 +113,12 @@ static void no_offsets(struct file *f) { f->tensor[2].name = "offsets"; }
 static void ids_i64(struct file *f) { f->tensor[0].dtype = DT_I64; }
 static void mask_i8(struct file *f) { f->tensor[1].dtype = DT_I8; }
 static void offsets_i32(struct file *f) { f->tensor[2].dtype = DT_I32; }
-static void two_dims(struct file *f) { f->tensor[0].ndim = 2; f->tensor[0].shape[0] = 2; f->tensor[0].shape[1] = 4; }
+static void two_dims(struct file *f)
+{
+	f->tensor[0].ndim = 2;
+	f->tensor[0].shape[0] = 2;
+	f->tensor[0].shape[1] = 4;
+}
 static void no_dims(struct file *f) { f->tensor[0].ndim = 0; }
 static void short_mask(struct file *f) { f->tensor[1].shape[0] = 7; }
 static void empty_offsets(struct file *f) { f->tensor[2].shape[0] = 0; }
@@ -125,27 +137,56 @@ static const struct {
 	const char *key, *value;	/* with change NULL: metadata; value NULL deletes */
 	const char *says;
 } bad[] = {
-	{ no_ids, 0, 0, "no tensor 'input_ids'" }, { no_mask, 0, 0, "no tensor 'loss_mask'" }, { no_offsets, 0, 0, "no tensor 'row_offsets'" },
-	{ ids_i64, 0, 0, "'input_ids' is I64" }, { mask_i8, 0, 0, "'loss_mask' is I8" }, { offsets_i32, 0, 0, "'row_offsets' is I32" },
-	{ two_dims, 0, 0, "2 dimensions" }, { no_dims, 0, 0, "0 dimensions" }, { short_mask, 0, 0, "loss_mask has 7 values for the 8" },
-	{ empty_offsets, 0, 0, "row_offsets is empty" }, { first_offset, 0, 0, "begins with 1" }, { negative, 0, 0, "begins with -1" },
-	{ descending, 0, 0, "must ascend" }, { past_end, 0, 0, "must ascend to 8, but row 1 goes from 3 to 9" }, { far_past_end, 0, 0, "must ascend" },
-	{ empty_row, 0, 0, "row 1 has no token" }, { early_end, 0, 0, "ends at 7, but input_ids has 8" }, { cut, 0, 0, "t.safetensors" },
+	{ no_ids, 0, 0, "no tensor 'input_ids'" },
+	{ no_mask, 0, 0, "no tensor 'loss_mask'" },
+	{ no_offsets, 0, 0, "no tensor 'row_offsets'" },
+	{ ids_i64, 0, 0, "'input_ids' is I64" },
+	{ mask_i8, 0, 0, "'loss_mask' is I8" },
+	{ offsets_i32, 0, 0, "'row_offsets' is I32" },
+	{ two_dims, 0, 0, "2 dimensions" },
+	{ no_dims, 0, 0, "0 dimensions" },
+	{ short_mask, 0, 0, "loss_mask has 7 values for the 8" },
+	{ empty_offsets, 0, 0, "row_offsets is empty" },
+	{ first_offset, 0, 0, "begins with 1" },
+	{ negative, 0, 0, "begins with -1" },
+	{ descending, 0, 0, "must ascend" },
+	{ past_end, 0, 0, "must ascend to 8, but row 1 goes from 3 to 9" },
+	{ far_past_end, 0, 0, "must ascend" },
+	{ empty_row, 0, 0, "row 1 has no token" },
+	{ early_end, 0, 0, "ends at 7, but input_ids has 8" },
+	{ cut, 0, 0, "t.safetensors" },
 	{ no_meta, 0, 0, "lacks 'format'" },
-	{ 0, "format", NULL, "lacks 'format'" }, { 0, "format", "other", "format 'other'" }, { 0, "version", "2", "version '2'" },
-	{ 0, "seq_length", NULL, "lacks 'seq_length'" }, { 0, "seq_length", "3", "row 2 has 4 tokens, more than seq_length, 3" },
-	{ 0, "seq_length", "0", "seq_length '0'" }, { 0, "seq_length", "4.0", "seq_length '4.0'" }, { 0, "seq_length", "", "seq_length ''" },
-	{ 0, "seq_length", " 4", "seq_length ' 4'" }, { 0, "seq_length", "99999999999999999999", "whole number" },
-	{ 0, "num_rows", "4", "num_rows 4, but row_offsets has 3" }, { 0, "num_rows", NULL, "lacks 'num_rows'" },
-	{ 0, "pad_token_id", "-1", "pad_token_id '-1'" }, { 0, "pad_token_id", "null", "pad_token_id 'null'" },
-	{ 0, "shuffle_seed", "-", "shuffle_seed '-'" }, { 0, "shuffle_seed", NULL, "lacks 'shuffle_seed'" },
+	{ 0, "format", NULL, "lacks 'format'" },
+	{ 0, "format", "other", "format 'other'" },
+	{ 0, "version", "2", "version '2'" },
+	{ 0, "seq_length", NULL, "lacks 'seq_length'" },
+	{ 0, "seq_length", "3", "row 2 has 4 tokens, more than seq_length, 3" },
+	{ 0, "seq_length", "0", "seq_length '0'" },
+	{ 0, "seq_length", "4.0", "seq_length '4.0'" },
+	{ 0, "seq_length", "", "seq_length ''" },
+	{ 0, "seq_length", " 4", "seq_length ' 4'" },
+	{ 0, "seq_length", "99999999999999999999", "whole number" },
+	{ 0, "num_rows", "4", "num_rows 4, but row_offsets has 3" },
+	{ 0, "num_rows", NULL, "lacks 'num_rows'" },
+	{ 0, "pad_token_id", "-1", "pad_token_id '-1'" },
+	{ 0, "pad_token_id", "null", "pad_token_id 'null'" },
+	{ 0, "shuffle_seed", "-", "shuffle_seed '-'" },
+	{ 0, "shuffle_seed", NULL, "lacks 'shuffle_seed'" },
 	{ 0, "chat_template_sha256", "", "64 hexadecimal" },
-	{ 0, "chat_template_sha256", "not available: the template is not a string", "several chat templates" }, { 0, "chat_template_sha256", NULL, "lacks 'chat_template_sha256'" },
-	{ 0, "train_data_path", NULL, "lacks 'train_data_path'" }, { 0, "train_split", NULL, "lacks 'train_split'" },
-	{ 0, "train_split", "train", "train_split train" }, { 0, "train_split", "[]", "null or a string" }, { 0, "train_split", "", "null or a string" },
-	{ 0, "mask_reasoning_content", "True", "must be true or false" }, { 0, "mask_generation_prompt", NULL, "lacks 'mask_generation_prompt'" },
-	{ 0, "rows_xxh3_128", "", "32 hexadecimal" }, { 0, "rows_xxh3_128", "0123", "32 hexadecimal" },
-	{ 0, "rows_xxh3_128", "0123456789ABCDEF0123456789ABCDEF", "lower case" }, { 0, "tokenizer_xxh3_128", "x", "32 hexadecimal" },
+	{ 0, "chat_template_sha256", "not available: the template is not a string",
+	  "several chat templates" },
+	{ 0, "chat_template_sha256", NULL, "lacks 'chat_template_sha256'" },
+	{ 0, "train_data_path", NULL, "lacks 'train_data_path'" },
+	{ 0, "train_split", NULL, "lacks 'train_split'" },
+	{ 0, "train_split", "train", "train_split train" },
+	{ 0, "train_split", "[]", "null or a string" },
+	{ 0, "train_split", "", "null or a string" },
+	{ 0, "mask_reasoning_content", "True", "must be true or false" },
+	{ 0, "mask_generation_prompt", NULL, "lacks 'mask_generation_prompt'" },
+	{ 0, "rows_xxh3_128", "", "32 hexadecimal" },
+	{ 0, "rows_xxh3_128", "0123", "32 hexadecimal" },
+	{ 0, "rows_xxh3_128", "0123456789ABCDEF0123456789ABCDEF", "lower case" },
+	{ 0, "tokenizer_xxh3_128", "x", "32 hexadecimal" },
 	{ 0, "tokenizer_xxh3_128", NULL, "lacks 'tokenizer_xxh3_128'" },
 };
 
@@ -163,8 +204,9 @@ static void test_bad(void)
 			set(&f, bad[i].key, bad[i].value);
 		write_file("t.safetensors", &f);
 		rc = tokens_open(&t, "t.safetensors", &e);
-		ok(rc == -1 && e.code == EXIT_REFUSED && strstr(e.text, bad[i].says) && strstr(e.text, "t.safetensors"), "refused with \"%s\"",
-		   bad[i].says);
+		ok(rc == -1 && e.code == EXIT_REFUSED && strstr(e.text, bad[i].says) &&
+			   strstr(e.text, "t.safetensors"),
+		   "refused with \"%s\"", bad[i].says);
 		if (rc != -1 || !strstr(e.text, bad[i].says))
 			printf("# %s\n", e.text);
 		if (!rc)
@@ -172,7 +214,7 @@ static void test_bad(void)
 	}
 }
 
-/* ---- what is wrong inside ------------------------------------------------------------------------------------------ */
+/* ---- what is wrong inside -------------------------------------------------------------------- */
 
 static void id_large(struct file *f) { f->ids[4] = 10; }
 static void id_negative(struct file *f) { f->ids[0] = -1; }
@@ -181,9 +223,15 @@ static void pad_large(struct file *f) { set(f, "pad_token_id", "10"); }
 
 static void test_verify(void)
 {
-	static const struct { void (*change)(struct file *f); bool hash; const char *says; } table[] = {
-		{ id_large, true, "row 2, position 0: token id 10" }, { id_negative, true, "row 0, position 0: token id -1" },
-		{ mask_two, true, "row 2, position 3: loss_mask value 2" }, { pad_large, true, "pad_token_id 10" },
+	static const struct {
+		void (*change)(struct file *f);
+		bool hash;
+		const char *says;
+	} table[] = {
+		{ id_large, true, "row 2, position 0: token id 10" },
+		{ id_negative, true, "row 0, position 0: token id -1" },
+		{ mask_two, true, "row 2, position 3: loss_mask value 2" },
+		{ pad_large, true, "pad_token_id 10" },
 		{ NULL, false, "is damaged" },
 	};
 
@@ -201,7 +249,9 @@ static void test_verify(void)
 		write_file("t.safetensors", &f);
 		if (!ok(!tokens_open(&t, "t.safetensors", &e), "opened %s", e.text))
 			continue;
-		ok(tokens_verify(&t, 10, &e) == -1 && e.code == EXIT_REFUSED && strstr(e.text, table[i].says), "%s", e.text);
+		ok(tokens_verify(&t, 10, &e) == -1 && e.code == EXIT_REFUSED &&
+			   strstr(e.text, table[i].says),
+		   "%s", e.text);
 		tokens_release(&t);
 	}
 }
@@ -211,7 +261,9 @@ static void test_large(void)
 {
 	enum { N = 300000, LENGTH = 7 };
 	int64_t total = (int64_t)N * LENGTH, *offset;
-	struct st_tensor tensor[] = { vector("row_offsets", DT_I64, N + 1), vector("input_ids", DT_I32, total), vector("loss_mask", DT_U8, total) };
+	struct st_tensor tensor[] = { vector("row_offsets", DT_I64, N + 1),
+				      vector("input_ids", DT_I32, total),
+				      vector("loss_mask", DT_U8, total) };
 	struct text t = TEXT_INIT;
 	struct err e = ERR_INIT;
 	struct file f = good();
@@ -245,9 +297,13 @@ static void test_large(void)
 	if (ok(!tokens_open(&k, "t.safetensors", &e), "opened %s", e.text)) {
 		is_int(k.rows, N, "rows");
 		ok(!tokens_verify(&k, 5001, &e), "verified %s", e.text);
-		ok(tokens_verify(&k, 5000, &e) && strstr(e.text, "row 299998, position 5: token id 5000"), "%s", e.text);
+		ok(tokens_verify(&k, 5000, &e) &&
+			   strstr(e.text, "row 299998, position 5: token id 5000"),
+		   "%s", e.text);
 		e = (struct err)ERR_INIT;
-		ok(!tokens_rows(&k, N - 2, 2, some, marks, &e) && some[5] == 5000 && !memcmp(marks, mask + total - 14, 14), "the last rows");
+		ok(!tokens_rows(&k, N - 2, 2, some, marks, &e) && some[5] == 5000 &&
+			   !memcmp(marks, mask + total - 14, 14),
+		   "the last rows");
 		tokens_release(&k);
 	}
 	digest_free(d);
@@ -258,7 +314,7 @@ static void test_large(void)
 	free(mask);
 }
 
-/* ---- a good file --------------------------------------------------------------------------------------------------- */
+/* ---- a good file ----------------------------------------------------------------------------- */
 
 static void test_good(void)
 {
@@ -284,8 +340,12 @@ static void test_good(void)
 	is_str(t.tokenizer_xxh3, "", "tokenizer");
 	ok(t.mask_reasoning_content && !t.mask_generation_prompt, "masks");
 	ok(!tokens_verify(&t, 10, &e), "verified %s", e.text);
-	ok(!tokens_rows(&t, 1, 2, ids, mask, &e) && ids[0] == 1 && ids[4] == 6 && !mask[0] && mask[3], "rows 1 and 2");
-	ok(!tokens_rows(&t, 3, 0, ids, mask, &e) && !tokens_rows(&t, 0, 1, NULL, mask, &e) && !tokens_rows(&t, 0, 1, ids, NULL, &e), "parts");
+	ok(!tokens_rows(&t, 1, 2, ids, mask, &e) && ids[0] == 1 && ids[4] == 6 && !mask[0] &&
+		   mask[3],
+	   "rows 1 and 2");
+	ok(!tokens_rows(&t, 3, 0, ids, mask, &e) && !tokens_rows(&t, 0, 1, NULL, mask, &e) &&
+		   !tokens_rows(&t, 0, 1, ids, NULL, &e),
+	   "parts");
 	tokens_release(&t);
 	tokens_release(&t);
 	ok(!t.offset, "released twice");
@@ -308,16 +368,25 @@ static void test_no_rows(void)
 	set(&f, "train_split", "null");
 	write_file("t.safetensors", &f);
 	if (ok(!tokens_open(&t, "t.safetensors", &e), "no rows %s", e.text)) {
-		ok(t.rows == 0 && t.total == 0 && !t.train_split && !tokens_verify(&t, 10, &e), "verified %s", e.text);
+		ok(t.rows == 0 && t.total == 0 && !t.train_split && !tokens_verify(&t, 10, &e),
+		   "verified %s", e.text);
 		tokens_release(&t);
 	}
 }
 
 static void test_match(void)
 {
-	struct recipe r = { .path = "r.yaml", .seq_length = 4, .train_data_path = "rows.jsonl", .train_split = "train[:3]", .shuffle_seed = -42,
+	struct recipe r = { .path = "r.yaml",
+			    .seq_length = 4,
+			    .train_data_path = "rows.jsonl",
+			    .train_split = "train[:3]",
+			    .shuffle_seed = -42,
 			    .mask_reasoning_content = true };
-	struct recipe other = { .path = "r.yaml", .seq_length = 5, .train_data_path = "b", .shuffle_seed = 1, .mask_generation_prompt = true };
+	struct recipe other = { .path = "r.yaml",
+				.seq_length = 5,
+				.train_data_path = "b",
+				.shuffle_seed = 1,
+				.mask_generation_prompt = true };
 	struct file f = good();
 	struct tokens t;
 	struct err e = ERR_INIT;
@@ -327,11 +396,16 @@ static void test_match(void)
 		return;
 	ok(!tokens_match(&t, &r, &e), "its own recipe %s", e.text);
 	r.train_split = "train";
-	ok(tokens_match(&t, &r, &e) && strstr(e.text, "(train_split is 'train[:3]', not 'train')"), "%s", e.text);
+	ok(tokens_match(&t, &r, &e) && strstr(e.text, "(train_split is 'train[:3]', not 'train')"),
+	   "%s", e.text);
 	e = (struct err)ERR_INIT;
-	ok(tokens_match(&t, &other, &e) && e.code == EXIT_REFUSED && strstr(e.text, "seq_length is 4, not 5; train_data_path is 'rows.jsonl', not 'b'; "
-	   "train_split is 'train[:3]', not null; shuffle_seed is -42, not 1; mask_reasoning_content is true, not false; "
-	   "mask_generation_prompt is false, not true"), "%s", e.text);
+	ok(tokens_match(&t, &other, &e) && e.code == EXIT_REFUSED &&
+		   strstr(e.text,
+			  "seq_length is 4, not 5; train_data_path is 'rows.jsonl', not 'b'; "
+			  "train_split is 'train[:3]', not null; shuffle_seed is -42, not 1; "
+			  "mask_reasoning_content is true, not false; "
+			  "mask_generation_prompt is false, not true"),
+	   "%s", e.text);
 	tokens_release(&t);
 }
 

@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Every verb of every backend against ref on odd sizes, ref against values known otherwise, and what verbs refuse. */
+/*
+ * Every verb of every backend against ref on odd sizes, ref against values known otherwise, and
+ * what verbs refuse.
+ */
 #include <malloc.h>
 #include <pthread.h>
 
@@ -28,7 +31,9 @@ static double most(const float *p, int64_t n)
 	return m;
 }
 
-/* Compares two results and their guards, and drops them. `bound` is relative to the largest number. */
+/*
+ * Compares two results and their guards, and drops them. `bound` is relative to the largest number.
+ */
 static void same(struct tensor got, struct tensor want, double bound, const char *what)
 {
 	float *g = bed_floats(&dut, got), *w = bed_floats(&ref, want);
@@ -46,7 +51,8 @@ static void same(struct tensor got, struct tensor want, double bound, const char
 static const char *label(const char *verb, const char *fmt, ...)
 {
 	static char s[256];
-	int n = snprintf(s, sizeof s, "%s %s %s ", dut.be->name, dtype_recipe_name(dut.compute), verb);
+	int n = snprintf(s, sizeof s, "%s %s %s ", dut.be->name, dtype_recipe_name(dut.compute),
+			 verb);
 	va_list ap;
 
 	va_start(ap, fmt);
@@ -60,9 +66,11 @@ struct both {
 	struct tensor dut, ref;
 };
 
-static struct both both_tensor(enum dtype type, int64_t rows, int64_t cols, int64_t pad, const float *values)
+static struct both both_tensor(enum dtype type, int64_t rows, int64_t cols, int64_t pad,
+			       const float *values)
 {
-	return (struct both){ bed_tensor(&dut, type, rows, cols, pad, values), bed_tensor(&ref, type, rows, cols, pad, values) };
+	return (struct both){ bed_tensor(&dut, type, rows, cols, pad, values),
+			      bed_tensor(&ref, type, rows, cols, pad, values) };
 }
 
 static struct both both_random(enum dtype type, int64_t rows, int64_t cols, int64_t pad)
@@ -89,8 +97,8 @@ struct pair {
 	struct weight dut, ref;
 };
 
-static void pair_make(struct pair *p, enum weight_use use, enum weight_unit unit, enum dtype stored, int64_t count, int64_t rows,
-		      int64_t cols)
+static void pair_make(struct pair *p, enum weight_use use, enum weight_unit unit, enum dtype stored,
+		      int64_t count, int64_t rows, int64_t cols)
 {
 	float *v = bed_numbers(count * rows * cols);
 
@@ -109,17 +117,20 @@ static const enum dtype types[] = { DT_F32, DT_BF16 };
 
 static void one_matmul(int64_t T, int64_t N, int64_t K, int variant)
 {
-	enum dtype in = types[variant & 1], out = types[variant >> 1 & 1], stored = variant & 16 ? DT_F16 : DT_BF16;
+	enum dtype in = types[variant & 1], out = types[variant >> 1 & 1],
+		   stored = variant & 16 ? DT_F16 : DT_BF16;
 	enum weight_unit unit = variant & 32 ? WEIGHT_FP32 : WEIGHT_BULK;
 	bool add = variant & 4, bias = variant & 8;
-	struct both x = both_random(in, T, K, variant & 64 ? 3 : 0), y = both_random(out, T, N, variant & 128 ? 5 : 0);
+	struct both x = both_random(in, T, K, variant & 64 ? 3 : 0),
+		    y = both_random(out, T, N, variant & 128 ? 5 : 0);
 	struct pair w, b;
 
 	pair_make(&w, USE_PRODUCT, unit, stored, 1, N, K);
 	pair_make(&b, USE_VECTOR, WEIGHT_FP32, DT_F32, 1, N, 1);
 	dut.be->matmul(&dut, y.dut, x.dut, &w.dut, bias ? &b.dut : NULL, add);
 	ref.be->matmul(&ref, y.ref, x.ref, &w.ref, bias ? &b.ref : NULL, add);
-	same(y.dut, y.ref, bound_of(out), label("matmul", "%d x %d x %d variant %d", (int)T, (int)N, (int)K, variant));
+	same(y.dut, y.ref, bound_of(out),
+	     label("matmul", "%d x %d x %d variant %d", (int)T, (int)N, (int)K, variant));
 	both_drop(x);
 	pair_drop(&w);
 	pair_drop(&b);
@@ -128,7 +139,8 @@ static void one_matmul(int64_t T, int64_t N, int64_t K, int variant)
 static void test_matmul(void)
 {
 	static const int64_t rows[] = { 0, 1, 2, 255, 256, 257 };
-	static const int64_t sizes[][2] = { { 1, 1 }, { 3, 5 }, { 17, 33 }, { 64, 64 }, { 100, 72 }, { 300, 130 }, { 513, 48 }, { 32, 192 } };
+	static const int64_t sizes[][2] = { { 1, 1 },    { 3, 5 },     { 17, 33 },  { 64, 64 },
+					    { 100, 72 }, { 300, 130 }, { 513, 48 }, { 32, 192 } };
 	int variant = 0;
 
 	for (int i = 0; i < COUNT(rows); i++)
@@ -144,18 +156,23 @@ static void test_norm(void)
 
 	for (int i = 0; i < COUNT(widths); i++)
 		for (int v = 0; v < 8; v++) {
-			int64_t T = v == 3 ? 0 : 1 + 128 * (v & 2), runs = 1 + 2 * (v & 1), width = widths[i];
+			int64_t T = v == 3 ? 0 : 1 + 128 * (v & 2), runs = 1 + 2 * (v & 1),
+				width = widths[i];
 			enum dtype in = types[v & 1], out = types[v >> 2];
-			struct both x = both_random(in, T, runs * width, v), y = both_tensor(out, T, runs * width, 3, NULL);
+			struct both x = both_random(in, T, runs * width, v),
+				    y = both_tensor(out, T, runs * width, 3, NULL);
 			struct pair w;
 
 			pair_make(&w, USE_VECTOR, WEIGHT_BULK, DT_F32, 1, width, 1);
 			dut.be->norm(&dut, y.dut, x.dut, v & 1 ? &w.dut : NULL, 1e-6f, width);
 			ref.be->norm(&ref, y.ref, x.ref, v & 1 ? &w.ref : NULL, 1e-6f, width);
-			same(y.dut, y.ref, bound_of(out), label("norm", "%d runs of %d, variant %d", (int)runs, (int)width, v));
+			same(y.dut, y.ref, bound_of(out),
+			     label("norm", "%d runs of %d, variant %d", (int)runs, (int)width, v));
 			dut.be->norm(&dut, x.dut, x.dut, &w.dut, 1e-5f, width);
 			ref.be->norm(&ref, x.ref, x.ref, &w.ref, 1e-5f, width);
-			same(x.dut, x.ref, bound_of(in), label("norm", "in place, %d runs of %d, variant %d", (int)runs, (int)width, v));
+			same(x.dut, x.ref, bound_of(in),
+			     label("norm", "in place, %d runs of %d, variant %d", (int)runs,
+				   (int)width, v));
 			pair_drop(&w);
 		}
 }
@@ -164,7 +181,11 @@ static void test_rope(void)
 {
 	static const struct {
 		int heads, head, offset, width;
-	} shapes[] = { { 1, 2, 0, 2 }, { 3, 16, 0, 16 }, { 2, 40, 8, 24 }, { 1, 130, 2, 128 }, { 2, 1100, 0, 1100 } };
+	} shapes[] = { { 1, 2, 0, 2 },
+		       { 3, 16, 0, 16 },
+		       { 2, 40, 8, 24 },
+		       { 1, 130, 2, 128 },
+		       { 2, 1100, 0, 1100 } };
 	int32_t pos[300];
 
 	for (int i = 0; i < COUNT(pos); i++)
@@ -172,9 +193,14 @@ static void test_rope(void)
 	for (int i = 0; i < COUNT(shapes); i++)
 		for (int v = 0; v < 16; v++) {
 			int64_t T = v & 8 ? 257 : v & 1;
-			struct both x = both_random(types[v & 1], T, shapes[i].heads * shapes[i].head, 2), p = both_ints(T, 1, pos);
-			struct rope r = { .offset = shapes[i].offset, .width = shapes[i].width, .scale = v & 2 ? 1.25f : 1,
-					  .layout = v & 4 ? ROPE_PAIR : ROPE_HALF, .inverse = v & 2 };
+			struct both x = both_random(types[v & 1], T,
+						    shapes[i].heads * shapes[i].head, 2),
+				    p = both_ints(T, 1, pos);
+			struct rope r = { .offset = shapes[i].offset,
+					  .width = shapes[i].width,
+					  .scale = v & 2 ? 1.25f : 1,
+					  .layout = v & 4 ? ROPE_PAIR : ROPE_HALF,
+					  .inverse = v & 2 };
 			struct rope s = r;
 			struct pair freq;
 
@@ -183,7 +209,9 @@ static void test_rope(void)
 			s.freq = &freq.ref;
 			dut.be->rope(&dut, x.dut, shapes[i].heads, &r, p.dut);
 			ref.be->rope(&ref, x.ref, shapes[i].heads, &s, p.ref);
-			same(x.dut, x.ref, bound_of(types[v & 1]), label("rope", "%d heads of %d, variant %d", shapes[i].heads, shapes[i].head, v));
+			same(x.dut, x.ref, bound_of(types[v & 1]),
+			     label("rope", "%d heads of %d, variant %d", shapes[i].heads,
+				   shapes[i].head, v));
 			both_drop(p);
 			pair_drop(&freq);
 		}
@@ -213,9 +241,12 @@ static void test_gate_and_add(void)
 			x = both_tensor(types[v >> 1 & 1], T, 2 * widths[i], 2, values);
 			dut.be->gate(&dut, y.dut, x.dut, &acts[a]);
 			ref.be->gate(&ref, y.ref, x.ref, &acts[a]);
-			same(y.dut, y.ref, bound_of(y.dut.dtype), label("gate", "act %d, %d columns", a, (int)widths[i]));
-			dut.be->add(&dut, tensor_cols(x.dut, 0, widths[i]), tensor_cols(x.dut, widths[i], widths[i]));
-			ref.be->add(&ref, tensor_cols(x.ref, 0, widths[i]), tensor_cols(x.ref, widths[i], widths[i]));
+			same(y.dut, y.ref, bound_of(y.dut.dtype),
+			     label("gate", "act %d, %d columns", a, (int)widths[i]));
+			dut.be->add(&dut, tensor_cols(x.dut, 0, widths[i]),
+				    tensor_cols(x.dut, widths[i], widths[i]));
+			ref.be->add(&ref, tensor_cols(x.ref, 0, widths[i]),
+				    tensor_cols(x.ref, widths[i], widths[i]));
 			same(x.dut, x.ref, 0, label("add", "%d columns", (int)widths[i]));
 			free(values);
 		}
@@ -225,8 +256,10 @@ static void one_route(const struct router *shape, int v)
 {
 	int64_t T = v % 7 == 6 ? 0 : 1 + 30 * (v % 7), n = T * shape->experts;
 	struct router r = *shape, s;
-	struct both logits = both_random(DT_F32, T, r.experts, v & 3), w = both_tensor(DT_F32, T, r.k, 0, NULL);
-	struct both ids = { bed_tensor(&dut, DT_I32, T, r.k, 0, NULL), bed_tensor(&ref, DT_I32, T, r.k, 0, NULL) };
+	struct both logits = both_random(DT_F32, T, r.experts, v & 3),
+		    w = both_tensor(DT_F32, T, r.k, 0, NULL);
+	struct both ids = { bed_tensor(&dut, DT_I32, T, r.k, 0, NULL),
+			    bed_tensor(&ref, DT_I32, T, r.k, 0, NULL) };
 	int32_t *a, *b;
 	struct pair bias;
 
@@ -239,8 +272,10 @@ static void one_route(const struct router *shape, int v)
 	ref.be->route(&ref, ids.ref, w.ref, logits.ref, &s);
 	a = bed_bytes(&dut, ids.dut);
 	b = bed_bytes(&ref, ids.ref);
-	ok(!memcmp(a, b, (size_t)(T * r.k) * sizeof *a), "%s", label("route", "ids, %d of %d, variant %d", r.k, r.experts, v));
-	same(w.dut, w.ref, F32_BOUND, label("route", "weights, %d of %d, variant %d", r.k, r.experts, v));
+	ok(!memcmp(a, b, (size_t)(T * r.k) * sizeof *a), "%s",
+	   label("route", "ids, %d of %d, variant %d", r.k, r.experts, v));
+	same(w.dut, w.ref, F32_BOUND,
+	     label("route", "weights, %d of %d, variant %d", r.k, r.experts, v));
 	free(a);
 	free(b);
 	both_drop(logits);
@@ -251,7 +286,9 @@ static void one_route(const struct router *shape, int v)
 static void test_route(void)
 {
 	static const struct router shapes[] = {
-		{ .experts = 1, .k = 1 }, { .experts = 8, .k = 2 }, { .experts = 12, .k = 5, .groups = 3, .groups_kept = 2 },
+		{ .experts = 1, .k = 1 },
+		{ .experts = 8, .k = 2 },
+		{ .experts = 12, .k = 5, .groups = 3, .groups_kept = 2 },
 		{ .experts = 64, .k = 6, .groups = 8, .groups_kept = 3, .dropped = -INFINITY },
 		{ .experts = 6, .k = 6, .groups = 6, .groups_kept = 1 },
 	};
@@ -282,14 +319,20 @@ static void draw_ids(int32_t *ids, int64_t T, int k, int experts)
 		}
 }
 
-static void one_experts(int64_t T, int64_t hidden, int64_t I, int experts, int first, int count, int v)
+static void one_experts(int64_t T, int64_t hidden, int64_t I, int experts, int first, int count,
+			int v)
 {
 	int k = experts < 3 ? experts : 3;
-	struct both x = both_random(types[v & 1], T, hidden, v & 2 ? 4 : 0), sum = both_random(DT_F32, T, hidden + 3, v & 4 ? 1 : 0);
+	struct both x = both_random(types[v & 1], T, hidden, v & 2 ? 4 : 0),
+		    sum = both_random(DT_F32, T, hidden + 3, v & 4 ? 1 : 0);
 	struct both w = both_random(DT_F32, T, k, 0), ids;
 	int32_t *choice = malloc((size_t)(T * k + 1) * sizeof *choice);
 	struct pair up, down;
-	struct experts ex = { .first = first, .count = count, .act = acts[v % COUNT(acts)], .weight_after_down = v & 8 }, rx;
+	struct experts ex = { .first = first,
+			      .count = count,
+			      .act = acts[v % COUNT(acts)],
+			      .weight_after_down = v & 8 },
+		       rx;
 
 	draw_ids(choice, T, k, experts);
 	ids = both_ints(T, k, choice);
@@ -302,7 +345,8 @@ static void one_experts(int64_t T, int64_t hidden, int64_t I, int experts, int f
 	rx.down = &down.ref;
 	dut.be->experts(&dut, sum.dut, x.dut, ids.dut, w.dut, &ex, v & 16);
 	ref.be->experts(&ref, sum.ref, x.ref, ids.ref, w.ref, &rx, v & 16);
-	same(sum.dut, sum.ref, bound_of(dut.compute), label("experts", "%d tokens, %d of %d, variant %d", (int)T, count, experts, v));
+	same(sum.dut, sum.ref, bound_of(dut.compute),
+	     label("experts", "%d tokens, %d of %d, variant %d", (int)T, count, experts, v));
 	free(choice);
 	both_drop(x);
 	both_drop(w);
@@ -324,14 +368,19 @@ static void test_experts(void)
 	one_experts(10, 16, 16, 40, 38, 2, 25);
 }
 
-/* Rows of data of these lengths one behind the other; with `split` only the later part of each row's queries, as context parallelism cuts them. */
-static int make_pieces(struct piece *p, const int64_t *lengths, int n, bool split, int64_t *queries, int64_t *keys)
+/*
+ * Rows of data of these lengths one behind the other; with `split` only the later part of each
+ * row's queries, as context parallelism cuts them.
+ */
+static int make_pieces(struct piece *p, const int64_t *lengths, int n, bool split, int64_t *queries,
+		       int64_t *keys)
 {
 	*queries = *keys = 0;
 	for (int i = 0; i < n; i++) {
 		int64_t first = split ? lengths[i] / 3 : 0;
 
-		p[i] = (struct piece){ *queries, lengths[i] - first, first, lengths[i], *keys, lengths[i] };
+		p[i] = (struct piece){ *queries, lengths[i] - first, first, lengths[i],
+				       *keys,    lengths[i] };
 		*queries += lengths[i] - first;
 		*keys += lengths[i];
 	}
@@ -343,10 +392,16 @@ static void one_attention(int heads, int kv_heads, int width, int value, int64_t
 	static const int64_t lengths[] = { 1, 2, 0, 127, 128, 129, 300 };
 	struct piece pieces[COUNT(lengths)];
 	int64_t nq, nk;
-	int n = make_pieces(pieces, lengths, v & 8 ? 0 : heads > 100 ? 4 : COUNT(lengths), v & 1, &nq, &nk);
+	int n = make_pieces(pieces, lengths,
+			    v & 8         ? 0
+			    : heads > 100 ? 4
+					  : COUNT(lengths),
+			    v & 1, &nq, &nk);
 	enum dtype t = types[v >> 1 & 1];
-	struct both q = both_random(t, nq, heads * width, v & 3), k = both_random(t, nk, kv_heads * width, 1);
-	struct both val = both_random(t, nk, kv_heads * value, 0), out = both_tensor(t, nq, heads * value, 2, NULL);
+	struct both q = both_random(t, nq, heads * width, v & 3),
+		    k = both_random(t, nk, kv_heads * width, 1);
+	struct both val = both_random(t, nk, kv_heads * value, 0),
+		    out = both_tensor(t, nq, heads * value, 2, NULL);
 	struct attention a = { heads, kv_heads, width, value, 1.3f, window, NULL }, b = a;
 	struct pair sink;
 
@@ -356,7 +411,8 @@ static void one_attention(int heads, int kv_heads, int width, int value, int64_t
 	dut.be->attention(&dut, out.dut, q.dut, k.dut, val.dut, &a, pieces, n);
 	ref.be->attention(&ref, out.ref, q.ref, k.ref, val.ref, &b, pieces, n);
 	same(out.dut, out.ref, bound_of(dut.compute == DT_BF16 ? DT_BF16 : t),
-	     label("attention", "%d/%d heads of %d/%d, window %d, variant %d", heads, kv_heads, width, value, (int)window, v));
+	     label("attention", "%d/%d heads of %d/%d, window %d, variant %d", heads, kv_heads,
+		   width, value, (int)window, v));
 	both_drop(q);
 	both_drop(k);
 	both_drop(val);
@@ -365,14 +421,16 @@ static void one_attention(int heads, int kv_heads, int width, int value, int64_t
 
 static void test_attention(void)
 {
-	static const int shapes[][4] = { { 1, 1, 1, 1 }, { 4, 2, 16, 16 }, { 6, 2, 24, 8 }, { 8, 1, 32, 64 }, { 5, 5, 33, 20 }, { 2, 1, 128, 192 },
+	static const int shapes[][4] = { { 1, 1, 1, 1 },   { 4, 2, 16, 16 }, { 6, 2, 24, 8 },
+					 { 8, 1, 32, 64 }, { 5, 5, 33, 20 }, { 2, 1, 128, 192 },
 					 { 130, 1, 4, 3 } };
 	static const int64_t windows[] = { 0, 1, 5, 128, 200 };
 	int v = 0;
 
 	for (int i = 0; i < COUNT(shapes); i++)
 		for (int w = 0; w < COUNT(windows); w += 1 + i / 3, v = (v + 1) % 8)
-			one_attention(shapes[i][0], shapes[i][1], shapes[i][2], shapes[i][3], windows[w], v);
+			one_attention(shapes[i][0], shapes[i][1], shapes[i][2], shapes[i][3],
+				      windows[w], v);
 	one_attention(2, 2, 16, 16, 0, 8);
 }
 
@@ -385,21 +443,27 @@ static void test_rows_and_store(void)
 		id[i] = i * 7 % 50;
 	for (int v = 0; v < 12; v++) {
 		int64_t T = v == 5 ? 0 : v & 1 ? 257 : 2;
-		struct both ids = both_ints(T, 1, id), out = both_tensor(types[v & 1], T, 33, 3, NULL);
+		struct both ids = both_ints(T, 1, id),
+			    out = both_tensor(types[v & 1], T, 33, 3, NULL);
 		enum dtype to = (const enum dtype[]){ DT_F32, DT_BF16, DT_F16 }[v % 3];
-		struct tensor got = { malloc((size_t)(T * 40 + 1) * 4), to, T, 33, 40 }, want = { malloc((size_t)(T * 40 + 1) * 4), to, T, 33, 40 };
+		struct tensor got = { malloc((size_t)(T * 40 + 1) * 4), to, T, 33, 40 },
+			      want = { malloc((size_t)(T * 40 + 1) * 4), to, T, 33, 40 };
 		struct pair table;
 		struct err e = ERR_INIT;
 
 		memset(got.p, GUARD, (size_t)(T * 40) * 4);
 		memset(want.p, GUARD, (size_t)(T * 40) * 4);
-		pair_make(&table, USE_TABLE, v & 2 ? WEIGHT_BULK : WEIGHT_FP32, stored[v % 3], 1, 50, 33);
+		pair_make(&table, USE_TABLE, v & 2 ? WEIGHT_BULK : WEIGHT_FP32, stored[v % 3], 1,
+			  50, 33);
 		dut.be->rows(&dut, out.dut, &table.dut, ids.dut);
 		ref.be->rows(&ref, out.ref, &table.ref, ids.ref);
 		dut.be->store(&dut, got.p, to, 40, out.dut);
 		ref.be->store(&ref, want.p, to, 40, out.ref);
-		ok(!dut.be->sync(&dut, &e) && !memcmp(got.p, want.p, (size_t)(T * 40) * dtype_size(to)), "%s", label("store", "as %s", dtype_name(to)));
-		same(out.dut, out.ref, 0, label("rows", "of %s, variant %d", dtype_name(stored[v % 3]), v));
+		ok(!dut.be->sync(&dut, &e) &&
+			   !memcmp(got.p, want.p, (size_t)(T * 40) * dtype_size(to)),
+		   "%s", label("store", "as %s", dtype_name(to)));
+		same(out.dut, out.ref, 0,
+		     label("rows", "of %s, variant %d", dtype_name(stored[v % 3]), v));
 		free(got.p);
 		free(want.p);
 		both_drop(ids);
@@ -411,18 +475,27 @@ static void test_raw_table(void)
 {
 	int64_t table[5][3];
 	int32_t id[] = { 4, 0, 4 };
-	struct weight w = { .count = 1, .rows = 5, .cols = 3, .use = USE_RAW, .unit = WEIGHT_RAW, .stored = DT_I64 };
+	struct weight w = { .count = 1,
+			    .rows = 5,
+			    .cols = 3,
+			    .use = USE_RAW,
+			    .unit = WEIGHT_RAW,
+			    .stored = DT_I64 };
 	struct tensor ids = bed_ints(&dut, 3, 1, id), out = bed_tensor(&dut, DT_I64, 3, 3, 0, NULL);
 	struct err e = ERR_INIT;
 	int64_t *got;
 
 	for (int i = 0; i < 15; i++)
 		table[i / 3][i % 3] = (int64_t)i << 40;
-	bed_check(dut.be->weight_alloc(&dut, &w, &e) || dut.be->weight_fill(&dut, &w, 0, 0, 5, table, DT_I64, NULL, &e) ||
-		  dut.be->weight_ready(&dut, &w, &e), &e);
+	bed_check(dut.be->weight_alloc(&dut, &w, &e) ||
+			  dut.be->weight_fill(&dut, &w, 0, 0, 5, table, DT_I64, NULL, &e) ||
+			  dut.be->weight_ready(&dut, &w, &e),
+		  &e);
 	dut.be->rows(&dut, out, &w, ids);
 	got = bed_bytes(&dut, out);
-	ok(!memcmp(got, table[4], 24) && !memcmp(got + 3, table[0], 24) && !memcmp(got + 6, table[4], 24), "%s", label("rows", "of integers"));
+	ok(!memcmp(got, table[4], 24) && !memcmp(got + 3, table[0], 24) &&
+		   !memcmp(got + 6, table[4], 24),
+	   "%s", label("rows", "of integers"));
 	free(got);
 	bed_drop(&dut, ids);
 	bed_drop(&dut, out);
@@ -433,14 +506,22 @@ static void test_raw_table(void)
 static void test_rows_beside(void)
 {
 	int64_t table[4][2] = { { 0, 1 }, { 10, 11 }, { 20, 21 }, { 30, -31 } };
-	int32_t id[] = { 3, 1, 0, 2, 2, 3 }, want[] = { 30, -31, 10, 11, 0, 1, 20, 21, 20, 21, 30, -31 };
-	struct weight w = { .count = 1, .rows = 4, .cols = 2, .use = USE_RAW, .unit = WEIGHT_RAW, .stored = DT_I64 };
+	int32_t id[] = { 3, 1, 0, 2, 2, 3 },
+		want[] = { 30, -31, 10, 11, 0, 1, 20, 21, 20, 21, 30, -31 };
+	struct weight w = { .count = 1,
+			    .rows = 4,
+			    .cols = 2,
+			    .use = USE_RAW,
+			    .unit = WEIGHT_RAW,
+			    .stored = DT_I64 };
 	struct tensor ids = bed_ints(&dut, 2, 3, id), out = bed_tensor(&dut, DT_I32, 2, 6, 0, NULL);
 	struct err e = ERR_INIT;
 	int32_t *got;
 
-	bed_check(dut.be->weight_alloc(&dut, &w, &e) || dut.be->weight_fill(&dut, &w, 0, 0, 4, table, DT_I64, NULL, &e) ||
-		  dut.be->weight_ready(&dut, &w, &e), &e);
+	bed_check(dut.be->weight_alloc(&dut, &w, &e) ||
+			  dut.be->weight_fill(&dut, &w, 0, 0, 4, table, DT_I64, NULL, &e) ||
+			  dut.be->weight_ready(&dut, &w, &e),
+		  &e);
 	dut.be->rows(&dut, out, &w, ids);
 	got = bed_bytes(&dut, out);
 	ok(!memcmp(got, want, sizeof want), "%s", label("rows", "three ids a token, I64 to I32"));
@@ -475,7 +556,8 @@ static void test_nan(void)
 		*(i / 40 == 4 ? &nans : &others) += isnan(g[i]) != 0;
 	ok(nans == 40 && !others, "%s", label("norm", "NaN stays in its row"));
 	for (int a = 0; a < COUNT(acts); a++) {
-		struct tensor out = bed_tensor(&dut, DT_F32, 9, 20, 0, NULL), in = bed_tensor(&dut, DT_F32, 9, 40, 0, v);
+		struct tensor out = bed_tensor(&dut, DT_F32, 9, 20, 0, NULL),
+			      in = bed_tensor(&dut, DT_F32, 9, 40, 0, v);
 
 		dut.be->gate(&dut, out, in, &acts[a]);
 		free(g);
@@ -500,7 +582,9 @@ static void test_nan_further(void)
 	struct piece piece = { 0, 200, 0, 200, 0, 200 };
 	struct attention a = { 1, 1, 16, 16, 1, 0, NULL };
 	struct tensor q, k, out = bed_tensor(&dut, DT_F32, 200, 16, 0, NULL), logits, ids, w;
-	struct router r = { .experts = 8, .k = 3, .score = SCORE_SOFTMAX, .renormalise = true, .scale = 1 };
+	struct router r = {
+		.experts = 8, .k = 3, .score = SCORE_SOFTMAX, .renormalise = true, .scale = 1
+	};
 	int32_t *id;
 
 	q = bed_tensor(&dut, DT_F32, 200, 16, 0, v);
@@ -508,7 +592,8 @@ static void test_nan_further(void)
 	k = bed_tensor(&dut, DT_F32, 200, 16, 0, v);
 	dut.be->attention(&dut, out, q, k, q, &a, &piece, 1);
 	g = bed_floats(&dut, out);
-	ok(!isnan(g[127 * 16]) && isnan(g[130 * 16]) && isnan(g[199 * 16 + 15]), "%s", label("attention", "NaN key reaches who sees it"));
+	ok(!isnan(g[127 * 16]) && isnan(g[130 * 16]) && isnan(g[199 * 16 + 15]), "%s",
+	   label("attention", "NaN key reaches who sees it"));
 	c[2] = NAN;
 	logits = bed_tensor(&dut, DT_F32, 1, 8, 0, c);
 	ids = bed_tensor(&dut, DT_I32, 1, 3, 0, NULL);
@@ -517,7 +602,8 @@ static void test_nan_further(void)
 	free(g);
 	g = bed_floats(&dut, w);
 	id = bed_bytes(&dut, ids);
-	ok(isnan(g[0]) && id[0] >= 0 && id[0] < id[1] && id[1] < id[2] && id[2] < 8, "%s", label("route", "NaN logits give NaN weights and legal ids"));
+	ok(isnan(g[0]) && id[0] >= 0 && id[0] < id[1] && id[1] < id[2] && id[2] < 8, "%s",
+	   label("route", "NaN logits give NaN weights and legal ids"));
 	free(g);
 	free(c);
 	free(v);
@@ -541,7 +627,8 @@ static size_t heap(void)
 #define HEAP_NOISE 16384	/* freed pieces that the allocator still counts */
 
 /* Copies of a weight, after a first one with which comes what is made once for all of them. */
-static void one_weight_bytes(enum weight_use use, enum weight_unit unit, int64_t count, int64_t rows, int64_t cols)
+static void one_weight_bytes(enum weight_use use, enum weight_unit unit, int64_t count,
+			     int64_t rows, int64_t cols)
 {
 	float *v = bed_numbers(count * rows * cols);
 	struct weight w[1 + COPIES];
@@ -555,8 +642,9 @@ static void one_weight_bytes(enum weight_use use, enum weight_unit unit, int64_t
 	}
 	each = (heap() - before) / COPIES;
 	most_bytes = weight_bytes(&w[0], dut.compute);
-	ok(each <= most_bytes + HEAP_NOISE / COPIES, "%s", label("weight", "use %d of %d x %d x %d takes %zu of %llu bytes", use, (int)count,
-								  (int)rows, (int)cols, each, (unsigned long long)most_bytes));
+	ok(each <= most_bytes + HEAP_NOISE / COPIES, "%s",
+	   label("weight", "use %d of %d x %d x %d takes %zu of %llu bytes", use, (int)count,
+		 (int)rows, (int)cols, each, (unsigned long long)most_bytes));
 	for (int i = 0; i <= COPIES; i++) {
 		dut.be->weight_free(&dut, &w[i]);
 		dut.be->weight_free(&dut, &w[i]);
@@ -568,12 +656,15 @@ static void one_weight_bytes(enum weight_use use, enum weight_unit unit, int64_t
 
 static void test_weight_bytes(void)
 {
-	static const int64_t shapes[][3] = { { 1, 1, 1 }, { 1, 65, 3 }, { 5, 100, 129 }, { 3, 320, 64 }, { 1, 700, 333 } };
+	static const int64_t shapes[][3] = {
+		{ 1, 1, 1 }, { 1, 65, 3 }, { 5, 100, 129 }, { 3, 320, 64 }, { 1, 700, 333 }
+	};
 
 	for (int use = USE_PRODUCT; use <= USE_TABLE; use++)
 		for (int i = 0; i < COUNT(shapes); i++)
 			for (int unit = WEIGHT_BULK; unit <= WEIGHT_FP32; unit++)
-				one_weight_bytes(use, unit, use == USE_PRODUCT ? shapes[i][0] : 1, shapes[i][1], shapes[i][2]);
+				one_weight_bytes(use, unit, use == USE_PRODUCT ? shapes[i][0] : 1,
+						 shapes[i][1], shapes[i][2]);
 }
 
 struct filler {
@@ -589,7 +680,9 @@ static void *fill_rows(void *p)
 	struct err e = ERR_INIT;
 
 	for (int64_t row = f->first; row < f->w->rows; row += 4)
-		f->failed |= dut.be->weight_fill(&dut, f->w, 0, row, 1, f->values + row * f->w->cols, DT_F32, NULL, &e) != 0;
+		f->failed |=
+			dut.be->weight_fill(&dut, f->w, 0, row, 1, f->values + row * f->w->cols,
+					    DT_F32, NULL, &e) != 0;
 	return NULL;
 }
 
@@ -597,7 +690,12 @@ static void *fill_rows(void *p)
 static void test_fill_from_threads(void)
 {
 	float *v = bed_numbers(600 * 70), *x = bed_numbers(3 * 70);
-	struct weight w = { .count = 1, .rows = 600, .cols = 70, .use = USE_PRODUCT, .stored = DT_F32 }, rw;
+	struct weight w = { .count = 1,
+			    .rows = 600,
+			    .cols = 70,
+			    .use = USE_PRODUCT,
+			    .stored = DT_F32 },
+		      rw;
 	struct both y = both_tensor(DT_F32, 3, 600, 0, NULL), in = both_tensor(DT_F32, 3, 70, 0, x);
 	struct filler f[4];
 	pthread_t thread[4];
@@ -630,14 +728,22 @@ static void test_refusals(void)
 {
 	float v[4] = { 0 };
 	int32_t bad[] = { 1, 2, -1 };
-	struct weight w = { .count = 1, .rows = 2, .cols = 2, .use = USE_PRODUCT, .stored = DT_F32 }, table;
+	struct weight w = { .count = 1,
+			    .rows = 2,
+			    .cols = 2,
+			    .use = USE_PRODUCT,
+			    .stored = DT_F32 },
+		      table;
 	struct tensor ids, out;
 	struct err e = ERR_INIT;
 
 	bed_check(dut.be->weight_alloc(&dut, &w, &e), &e);
-	ok(dut.be->weight_fill(&dut, &w, 0, 1, 2, v, DT_F32, NULL, &e) == -1, "%s", label("weight_fill", "refuses rows outside"));
+	ok(dut.be->weight_fill(&dut, &w, 0, 1, 2, v, DT_F32, NULL, &e) == -1, "%s",
+	   label("weight_fill", "refuses rows outside"));
 	e = (struct err)ERR_INIT;
-	ok(dut.be->weight_fill(&dut, &w, 0, 0, 2, v, DT_I32, NULL, &e) == -1 && e.code == EXIT_REFUSED, "%s", label("weight_fill", "refuses integers as numbers"));
+	ok(dut.be->weight_fill(&dut, &w, 0, 0, 2, v, DT_I32, NULL, &e) == -1 &&
+		   e.code == EXIT_REFUSED,
+	   "%s", label("weight_fill", "refuses integers as numbers"));
 	dut.be->weight_free(&dut, &w);
 	bed_weight(&dut, &table, USE_TABLE, WEIGHT_BULK, DT_F32, 1, 2, 2, v);
 	ids = bed_ints(&dut, 3, 1, bad);
@@ -645,7 +751,8 @@ static void test_refusals(void)
 	dut.be->rows(&dut, out, &table, ids);
 	dut.be->norm(&dut, out, out, NULL, 1, 2);
 	e = (struct err)ERR_INIT;
-	ok(dut.be->sync(&dut, &e) == -1 && strstr(e.text, "outside a table"), "%s", label("rows", "an id outside the table is kept: %s", e.text));
+	ok(dut.be->sync(&dut, &e) == -1 && strstr(e.text, "outside a table"), "%s",
+	   label("rows", "an id outside the table is kept: %s", e.text));
 	bed_drop(&dut, ids);
 	bed_drop(&dut, out);
 	dut.be->weight_free(&dut, &table);
@@ -667,17 +774,22 @@ static void test_known(void)
 	};
 	float one = 0, p = 1e-4f, x[4] = { 3, 4, 0, 0 }, logits[4] = { 0, 2, 2, 1 }, *g;
 	struct tensor t;
-	struct router r = { .experts = 4, .k = 2, .score = SCORE_SOFTMAX, .renormalise = true, .scale = 2 };
-	struct tensor ids = bed_tensor(&dut, DT_I32, 1, 2, 0, NULL), w = bed_tensor(&dut, DT_F32, 1, 2, 0, NULL);
+	struct router r = {
+		.experts = 4, .k = 2, .score = SCORE_SOFTMAX, .renormalise = true, .scale = 2
+	};
+	struct tensor ids = bed_tensor(&dut, DT_I32, 1, 2, 0, NULL),
+		      w = bed_tensor(&dut, DT_F32, 1, 2, 0, NULL);
 	int32_t *id;
 
 	for (int i = 0; i < COUNT(known); i++) {
 		float in[2] = { known[i].g, known[i].u };
-		struct tensor a = bed_tensor(&dut, DT_F32, 1, 2, 0, in), b = bed_tensor(&dut, DT_F32, 1, 1, 0, &one);
+		struct tensor a = bed_tensor(&dut, DT_F32, 1, 2, 0, in),
+			      b = bed_tensor(&dut, DT_F32, 1, 1, 0, &one);
 
 		dut.be->gate(&dut, b, a, &known[i].act);
 		g = bed_floats(&dut, b);
-		is_int(bed_differ(g, &known[i].want, 1, 1e-6, 0), 0, "%s", label("gate", "known value %d: %.8f", i, (double)*g));
+		is_int(bed_differ(g, &known[i].want, 1, 1e-6, 0), 0, "%s",
+		       label("gate", "known value %d: %.8f", i, (double)*g));
 		free(g);
 		bed_drop(&dut, a);
 		bed_drop(&dut, b);
@@ -685,14 +797,16 @@ static void test_known(void)
 	t = bed_tensor(&dut, DT_F32, 1, 4, 0, x);
 	dut.be->norm(&dut, t, t, NULL, 0, 4);
 	g = bed_floats(&dut, t);
-	is_int(bed_differ(g, (const float[]){ 1.2f, 1.6f, 0, 0 }, 4, 1e-6, 0), 0, "%s", label("norm", "known value"));
+	is_int(bed_differ(g, (const float[]){ 1.2f, 1.6f, 0, 0 }, 4, 1e-6, 0), 0, "%s",
+	       label("norm", "known value"));
 	free(g);
 	bed_drop(&dut, t);
 	t = bed_tensor(&dut, DT_F32, 1, 4, 0, logits);
 	dut.be->route(&dut, ids, w, t, &r);
 	g = bed_floats(&dut, w);
 	id = bed_bytes(&dut, ids);
-	ok(id[0] == 1 && id[1] == 2 && fabsf(g[0] - 1) < 1e-6f && fabsf(g[1] - 1) < 1e-6f, "%s", label("route", "known choice"));
+	ok(id[0] == 1 && id[1] == 2 && fabsf(g[0] - 1) < 1e-6f && fabsf(g[1] - 1) < 1e-6f, "%s",
+	   label("route", "known choice"));
 	free(g);
 	free(id);
 	r.k = 1;
@@ -707,12 +821,16 @@ static void test_known(void)
 	t = bed_tensor(&dut, DT_F32, 1, 2, 0, (const float[]){ p, 1 });
 	dut.be->gate(&dut, tensor_cols(t, 0, 1), t, &(struct act){ .kind = ACT_SITU, .beta = 1 });
 	g = bed_floats(&dut, t);
-	is_int(bed_differ(g, &(float){ 5.0002500e-5f }, 1, 1e-5, 0), 0, "%s", label("gate", "small tanh keeps its digits"));
+	is_int(bed_differ(g, &(float){ 5.0002500e-5f }, 1, 1e-5, 0), 0, "%s",
+	       label("gate", "small tanh keeps its digits"));
 	free(g);
 	bed_drop(&dut, t);
 }
 
-/* Verbs that oneDNN has a part in, and those it has none in, which no instruction set forced on it can change. */
+/*
+ * Verbs that oneDNN has a part in, and those it has none in, which no instruction set forced on it
+ * can change.
+ */
 static void test_products(void)
 {
 	test_matmul();

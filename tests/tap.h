@@ -49,8 +49,8 @@ static inline bool tap_ok(bool good, const char *file, int line, const char *fmt
 	return good;
 }
 
-__attribute__((format(printf, 5, 6)))
-static inline bool tap_is_int(int64_t got, int64_t want, const char *file, int line, const char *fmt, ...)
+__attribute__((format(printf, 5, 6))) static inline bool
+tap_is_int(int64_t got, int64_t want, const char *file, int line, const char *fmt, ...)
 {
 	va_list ap;
 
@@ -62,8 +62,8 @@ static inline bool tap_is_int(int64_t got, int64_t want, const char *file, int l
 	return got == want;
 }
 
-__attribute__((format(printf, 5, 6)))
-static inline bool tap_is_str(const char *got, const char *want, const char *file, int line, const char *fmt, ...)
+__attribute__((format(printf, 5, 6))) static inline bool
+tap_is_str(const char *got, const char *want, const char *file, int line, const char *fmt, ...)
 {
 	bool good = got && want ? !strcmp(got, want) : got == want;
 	va_list ap;

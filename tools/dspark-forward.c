@@ -78,7 +78,9 @@ static int parse(struct cli *cli, struct options *o, int argc, char **argv, stru
 			break;
 		case OPT_PROGRESS:
 			if (progress_style(optarg, &o->progress))
-				rc = err_usage(e, "--progress '%s' is not one of auto, bar, line, json", optarg);
+				rc = err_usage(
+					e, "--progress '%s' is not one of auto, bar, line, json",
+					optarg);
 			break;
 		case OPT_NONFINITE:
 			rc = cli_choice("--nonfinite", optarg, nonfinites, &choice, e);
@@ -118,13 +120,13 @@ static void arm_signals(void)
 	signal(SIGPIPE, SIG_IGN);
 }
 
-/* ---- records ------------------------------------------------------------------------------------------------------------------ */
+/* ---- records --------------------------------------------------------------------------------- */
 
 /* Records go out as they come, or are kept until rank 0 can gather them. */
 struct output {
 	FILE *out;			/* NULL: keep */
 	struct text kept;
-	struct err err;			/* the first failed write; published shards do not depend on it */
+	struct err err;		/* the first failed write; published shards do not depend on it */
 };
 
 static void put_record(void *ctx, json_t *rec)
@@ -173,7 +175,7 @@ out:
 	return rc;
 }
 
-/* ---- one rank ------------------------------------------------------------------------------------------------------------------- */
+/* ---- one rank -------------------------------------------------------------------------------- */
 
 struct session {
 	const struct options *o;
@@ -240,12 +242,17 @@ static int check_world(struct session *s, struct err *e)
 	if (s->o->rank >= 0 && !c->t->collective)
 		c->world = s->plan.world;
 	if (c->world != s->plan.world)
-		return err_refuse(e, "the plan is for %d ranks, but %d run: start it as `mpirun -n %d dspark-forward`, run each with --rank 0..%d, or plan "
-				  "again with --world %d", s->plan.world, c->world, s->plan.world, s->plan.world - 1, c->world);
+		return err_refuse(e,
+				  "the plan is for %d ranks, but %d run: start it as `mpirun -n %d "
+				  "dspark-forward`, run each with --rank 0..%d, or plan "
+				  "again with --world %d",
+				  s->plan.world, c->world, s->plan.world, s->plan.world - 1,
+				  c->world);
 	if (c->rank >= c->world)
 		return err_refuse(e, "--rank %d is outside the plan's %d ranks", c->rank, c->world);
 	if (s->plan.sharded && c->world > 1 && !c->t->collective)
-		return err_refuse(e, "this target is shared between the ranks, which must be connected: start it under mpirun");
+		return err_refuse(e, "this target is shared between the ranks, which must be "
+				     "connected: start it under mpirun");
 	log_rank(c->rank, c->world);
 	return 0;
 }
@@ -258,7 +265,8 @@ static int open_stage(struct session *s, struct err *e)
 	int rc;
 
 	if (!dir && !rec)
-		return err_refuse(e, "%s: no stage record: run dspark-load first, or give -s STAGE", s->run.name);
+		return err_refuse(e, "%s: no stage record: run dspark-load first, or give -s STAGE",
+				  s->run.name);
 	if (!dir && json_str(rec, "the stage record", "path", &dir, e))
 		return -1;
 	path = s->o->stage ? mem_strdup(dir, e) : plan_path(&s->plan, dir, e);
@@ -269,16 +277,19 @@ static int open_stage(struct session *s, struct err *e)
 
 static int open_inputs(struct session *s, struct err *e)
 {
-	struct target_options to = { s->plan.force_hf, s->plan.target_layers, s->plan.g.seq_length };
+	struct target_options to = { s->plan.force_hf, s->plan.target_layers,
+				     s->plan.g.seq_length };
 	char *tokens = plan_path(&s->plan, s->plan.tokens, e);
 	const char *want;
 	int rc = -1;
 
-	if (!tokens || target_open(&s->target, s->plan.target_dir, s->plan.config, &to, e) || tokens_open(&s->tokens, tokens, e) ||
+	if (!tokens || target_open(&s->target, s->plan.target_dir, s->plan.config, &to, e) ||
+	    tokens_open(&s->tokens, tokens, e) ||
 	    json_str(s->plan.identity.json, "the plan's identity", "rows_xxh3_128", &want, e))
 		goto out;
 	if (strcmp(want, s->tokens.rows_xxh3) || s->tokens.rows != s->plan.g.rows) {
-		err_refuse(e, "'%s' is not the tokens file that was planned: run dspark-plan again", tokens);
+		err_refuse(e, "'%s' is not the tokens file that was planned: run dspark-plan again",
+			   tokens);
 		goto out;
 	}
 	rc = open_stage(s, e);
@@ -310,18 +321,23 @@ static int open_cache(struct session *s, struct err *e)
 	int rc = -1;
 
 	s->done = mem_calloc((size_t)geometry_shards(&s->plan.g), sizeof *s->done, e);
-	if (!dir || !s->done || cache_done(dir, &s->plan.g, s->plan.identity.digest, s->done, &count, e))
+	if (!dir || !s->done ||
+	    cache_done(dir, &s->plan.g, s->plan.identity.digest, s->done, &count, e))
 		goto out;
 	for (int i = 0; i < r->nintervals; i++)
 		for (int64_t n = r->shards[i][0]; n < r->shards[i][1]; n++)
 			s->left += !s->done[n];
-	rc = cache_open(&s->cache, dir, &s->plan.g, &s->plan.identity, s->plan.digest, s->comm.rank, s->left > 0, &w, e);
+	rc = cache_open(&s->cache, dir, &s->plan.g, &s->plan.identity, s->plan.digest, s->comm.rank,
+			s->left > 0, &w, e);
 out:
 	free(dir);
 	return rc;
 }
 
-/* Every rank must hold the same plan and stage; told ranks see to it by the lock and the stage's key. */
+/*
+ * Every rank must hold the same plan and stage; told ranks see to it by the lock and the stage's
+ * key.
+ */
 static int agree(struct session *s, struct err *e)
 {
 	int64_t most[2], least[2];
@@ -334,10 +350,12 @@ static int agree(struct session *s, struct err *e)
 		memcpy(hex, i ? s->stage.key : s->plan.digest, 15);	/* 60 bits of the digest */
 		most[i] = least[i] = strtoll(hex, NULL, 16);
 	}
-	if (s->comm.t->allreduce(&s->comm, most, 2, COMM_MAX, e) || s->comm.t->allreduce(&s->comm, least, 2, COMM_MIN, e))
+	if (s->comm.t->allreduce(&s->comm, most, 2, COMM_MAX, e) ||
+	    s->comm.t->allreduce(&s->comm, least, 2, COMM_MIN, e))
 		return -1;
 	if (most[0] != least[0] || most[1] != least[1])
-		return err_refuse(e, "the ranks read different %s: give all of them the same run", most[0] != least[0] ? "plans" : "stages");
+		return err_refuse(e, "the ranks read different %s: give all of them the same run",
+				  most[0] != least[0] ? "plans" : "stages");
 	return 0;
 }
 
@@ -349,16 +367,25 @@ static void summarise(struct session *s)
 	struct rusage usage;
 
 	getrusage(RUSAGE_SELF, &usage);
-	put_record(&s->output, json_pack("{s:s, s:i, s:I, s:I, s:I, s:I, s:I, s:f, s:f, s:{s:f, s:f, s:f, s:f}, s:{s:I, s:I}, s:{s:s, s:i, s:s}}",
-		"record", "summary", "rank", s->comm.rank, "rows", (json_int_t)f->rows, "tokens", (json_int_t)f->tokens_done,
-		"windows", (json_int_t)f->windows, "shards", (json_int_t)c->shards, "bytes", (json_int_t)c->bytes,
-		"seconds", log_seconds() - s->start, "tokens_per_second", f->seconds > 0 ? (double)f->tokens_done / f->seconds : 0.0,
-		"time", "weights", f->acquiring, "compute", compute > 0 ? compute : 0.0, "waiting_for_writer", c->waited, "writer", c->busy,
-		"memory", "weights", (json_int_t)s->weights.bytes, "peak", (json_int_t)usage.ru_maxrss * 1024,
-		"device", "backend", s->dev.be->name, "threads", s->dev.threads, "compute_dtype", dtype_recipe_name(s->dev.compute)));
+	put_record(&s->output, json_pack("{s:s, s:i, s:I, s:I, s:I, s:I, s:I, s:f, s:f, s:{s:f, "
+		"s:f, s:f, s:f}, s:{s:I, s:I}, s:{s:s, s:i, s:s}}",
+		"record", "summary", "rank", s->comm.rank, "rows", (json_int_t)f->rows,
+		"tokens", (json_int_t)f->tokens_done,
+		"windows", (json_int_t)f->windows, "shards", (json_int_t)c->shards,
+		"bytes", (json_int_t)c->bytes,
+		"seconds", log_seconds() - s->start,
+		"tokens_per_second", f->seconds > 0 ? (double)f->tokens_done / f->seconds : 0.0,
+		"time", "weights", f->acquiring, "compute", compute > 0 ? compute : 0.0,
+		"waiting_for_writer", c->waited, "writer", c->busy,
+		"memory", "weights", (json_int_t)s->weights.bytes,
+		"peak", (json_int_t)usage.ru_maxrss * 1024,
+		"device", "backend", s->dev.be->name, "threads", s->dev.threads,
+		"compute_dtype", dtype_recipe_name(s->dev.compute)));
 	if (f->rows)
-		log_info("%lld rows, %lld tokens in %.1f s (%.0f tokens/s), %lld shards published", (long long)f->rows, (long long)f->tokens_done,
-			 f->seconds, f->seconds > 0 ? (double)f->tokens_done / f->seconds : 0.0, (long long)c->shards);
+		log_info("%lld rows, %lld tokens in %.1f s (%.0f tokens/s), %lld shards published",
+			 (long long)f->rows, (long long)f->tokens_done, f->seconds,
+			 f->seconds > 0 ? (double)f->tokens_done / f->seconds : 0.0,
+			 (long long)c->shards);
 	else
 		log_info("nothing to do: every shard of this rank is published");
 }
@@ -367,10 +394,20 @@ static int compute(struct session *s, struct err *e)
 {
 	int rc;
 
-	s->capture = (struct capture){ .cache = &s->cache, .tokens = &s->tokens, .ids = s->plan.ids, .nonfinite = s->o->nonfinite,
-				       .published = put_record, .ctx = &s->output };
-	s->forward = (struct forward){ .plan = &s->plan, .range = &s->plan.range[s->comm.rank], .tokens = &s->tokens, .target = &s->target,
-				       .dev = &s->dev, .weights = &s->weights, .capture = &s->capture, .progress = s->o->progress };
+	s->capture = (struct capture){ .cache = &s->cache,
+				       .tokens = &s->tokens,
+				       .ids = s->plan.ids,
+				       .nonfinite = s->o->nonfinite,
+				       .published = put_record,
+				       .ctx = &s->output };
+	s->forward = (struct forward){ .plan = &s->plan,
+				       .range = &s->plan.range[s->comm.rank],
+				       .tokens = &s->tokens,
+				       .target = &s->target,
+				       .dev = &s->dev,
+				       .weights = &s->weights,
+				       .capture = &s->capture,
+				       .progress = s->o->progress };
 	if (s->left) {
 		if (capture_open(&s->capture, s->plan.window_most, e))
 			return -1;
@@ -380,7 +417,9 @@ static int compute(struct session *s, struct err *e)
 	}
 	summarise(s);
 	if (s->capture.quarantined)
-		return err_refuse(e, "%lld shards hold states that are not finite; they are kept as *.bad, the others are published",
+		return err_refuse(e,
+				  "%lld shards hold states that are not finite; they are kept as "
+				  "*.bad, the others are published",
 				  (long long)s->capture.quarantined);
 	return 0;
 }
@@ -389,8 +428,9 @@ static int work(struct session *s, int *argc, char ***argv, struct err *e)
 {
 	int rc;
 
-	if (comm_open(&s->comm, s->o->comm, (int)s->o->rank, 0, true, argc, argv, e) || read_run(s, e) || plan_read(&s->plan, &s->run, e) ||
-	    check_world(s, e) || open_inputs(s, e) || open_device(s, e) || agree(s, e) || open_cache(s, e))
+	if (comm_open(&s->comm, s->o->comm, (int)s->o->rank, 0, true, argc, argv, e) ||
+	    read_run(s, e) || plan_read(&s->plan, &s->run, e) || check_world(s, e) ||
+	    open_inputs(s, e) || open_device(s, e) || agree(s, e) || open_cache(s, e))
 		return -1;
 	if (!connected(s)) {
 		s->output.out = stdout;
@@ -426,7 +466,9 @@ static void session_release(struct session *s)
 int main(int argc, char **argv)
 {
 	struct options o = { .comm = "auto", .rank = -1 };
-	struct session s = { .o = &o, .tokens = TOKENS_INIT, .cache = CACHE_INIT, .start = log_seconds() };
+	struct session s = {
+		.o = &o, .tokens = TOKENS_INIT, .cache = CACHE_INIT, .start = log_seconds()
+	};
 	struct err e = ERR_INIT;
 	struct cli cli;
 

@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* dspark-load: a filter over a run that makes the stage its plan needs and appends the `stage` record. */
+/*
+ * dspark-load: a filter over a run that makes the stage its plan needs and appends the `stage`
+ * record.
+ */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
 #endif
@@ -89,7 +92,8 @@ static bool *parse_ranks(const char *list, int world, struct err *e)
 			last = strtol(p, &end, 10);
 		}
 		if (!digits || (*end && *end != ',') || first > last || last >= world) {
-			err_usage(e, "--ranks '%s' is no list of ranks from 0 to %d, like 0-3,7", list, world - 1);
+			err_usage(e, "--ranks '%s' is no list of ranks from 0 to %d, like 0-3,7",
+				  list, world - 1);
 			free(ranks);
 			return NULL;
 		}
@@ -99,7 +103,10 @@ static bool *parse_ranks(const char *list, int world, struct err *e)
 	return ranks;
 }
 
-/* Absolute, since forward may run elsewhere: a path given here starts here, the default where the plan's paths do. */
+/*
+ * Absolute, since forward may run elsewhere: a path given here starts here, the default where the
+ * plan's paths do.
+ */
 static char *stage_path(const struct options *o, const struct plan *p, struct err *e)
 {
 	char *dir, *cwd = NULL, *path;
@@ -122,11 +129,15 @@ static char *stage_path(const struct options *o, const struct plan *p, struct er
 	return path;
 }
 
-static int append(const struct run *run, const char *path, const struct plan *p, const struct stage_made *m, struct err *e)
+static int append(const struct run *run, const char *path, const struct plan *p,
+		  const struct stage_made *m, struct err *e)
 {
-	json_t *rec = json_pack("{s:s, s:s, s:s, s:s, s:s, s:i, s:i, s:I}", "record", "stage", "path", path,
-				"form", stage_form_name(m->form), "key", p->stage_key, "digest", m->digest,
-				"shares", m->shares, "made", m->done, "bytes", (json_int_t)m->bytes);
+	json_t *rec = json_pack("{s:s, s:s, s:s, s:s, s:s, s:i, s:i, s:I}",
+				"record", "stage", "path", path,
+				"form", stage_form_name(m->form), "key", p->stage_key,
+				"digest", m->digest,
+				"shares", m->shares, "made", m->done,
+				"bytes", (json_int_t)m->bytes);
 	int rc = rec ? 0 : err_refuse(e, "the stage's path '%s' is not valid UTF-8", path);
 
 	if (!rc)
@@ -145,7 +156,10 @@ static int open_checkpoint(struct checkpoint *c, const struct plan *p, struct er
 	if (!rc)
 		rc = checkpoint_identity(c, hex, e);
 	if (!rc && strcmp(hex, p->weights))
-		rc = err_refuse(e, "the checkpoint '%s' is not the one that was planned: run dspark-plan again", dir);
+		rc = err_refuse(e,
+				"the checkpoint '%s' is not the one that was planned: run "
+				"dspark-plan again",
+				dir);
 	free(dir);
 	return rc;
 }
@@ -166,7 +180,8 @@ static int load(const struct options *o, struct err *e)
 		goto out;
 	so.ranks = ranks = parse_ranks(o->ranks, p.world, e);
 	if (e->code || open_checkpoint(&c, &p, e) ||
-	    target_open(&t, c.dir, c.config, &(struct target_options){ p.force_hf, p.target_layers, p.g.seq_length }, e))
+	    target_open(&t, c.dir, c.config,
+			&(struct target_options){ p.force_hf, p.target_layers, p.g.seq_length }, e))
 		goto out;
 	path = stage_path(o, &p, e);
 	if (!path || stage_make(path, &p, &t, &c, &so, &made, e))

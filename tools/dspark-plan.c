@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* dspark-plan: recipe, target and rows to a plan on stdout. Everything that can be refused is refused here. */
+/*
+ * dspark-plan: recipe, target and rows to a plan on stdout. Everything that can be refused is
+ * refused here.
+ */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
 #endif
@@ -40,7 +43,16 @@ static const char usage[] =
 "  -q, --quiet               only errors\n"
 "  -v, --verbose             say more\n";
 
-enum { OPT_SET = 256, OPT_WORLD, OPT_BALANCE, OPT_DEVICE, OPT_COMPUTE, OPT_WEIGHTS, OPT_MEMORY, OPT_WINDOW };
+enum {
+	OPT_SET = 256,
+	OPT_WORLD,
+	OPT_BALANCE,
+	OPT_DEVICE,
+	OPT_COMPUTE,
+	OPT_WEIGHTS,
+	OPT_MEMORY,
+	OPT_WINDOW
+};
 
 static const struct option longopts[] = {
 	{ "config", required_argument, NULL, 'c' },
@@ -60,7 +72,9 @@ static const struct option longopts[] = {
 static const char *const balances[] = { "tokens", "shards", NULL };
 static const char *const devices[] = { "auto", "cpu", "cuda", NULL };
 static const char *const computes[] = { "auto", "fp32", "bf16", NULL };
-static const char *const weights[] = { "auto", "resident", "gather", "stream", "gather,stream", NULL };
+static const char *const weights[] = {
+	"auto", "resident", "gather", "stream", "gather,stream", NULL
+};
 static const enum dtype compute_dtypes[] = { DT_NONE, DT_F32, DT_BF16 };
 
 struct options {
@@ -126,7 +140,8 @@ static int parse_one(struct options *o, int ch, struct err *e)
 	case OPT_MEMORY:
 		return cli_size("--memory", optarg, &o->layout.memory, e);
 	default:
-		return cli_int("--window-tokens", optarg, 1, INT32_MAX, &o->layout.window_tokens, e);
+		return cli_int("--window-tokens", optarg, 1, INT32_MAX, &o->layout.window_tokens,
+			       e);
 	}
 }
 
@@ -138,7 +153,8 @@ static int parse(struct cli *cli, struct options *o, int argc, char **argv, stru
 		return -1;
 	o->nset = o->cap = (size_t)n;
 	while ((ch = getopt_long(argc, argv, "c:t:f" CLI_COMMON_SHORT, longopts, NULL)) != -1) {
-		if (strchr("ctf", ch) || ch >= OPT_SET ? parse_one(o, ch, e) : cli_common(cli, ch, argv, e))
+		if (strchr("ctf", ch) || ch >= OPT_SET ? parse_one(o, ch, e)
+						       : cli_common(cli, ch, argv, e))
 			return -1;
 		if (cli->done)
 			return 0;
@@ -164,19 +180,22 @@ static void explain(const struct plan *p)
 	int64_t shards = 0;
 
 	if (!p->runnable)
-		log_info("this is an estimate: give -t TOKENS and the whole checkpoint for a plan that can run");
+		log_info("this is an estimate: give -t TOKENS and the whole checkpoint for a plan "
+			 "that can run");
 	for (int i = 0; p->range && i < p->world; i++)
 		shards += p->range[i].nshards;
 	if (p->range)
-		log_info("%lld rows in %lld shards, %lld still to do, over %d ranks", (long long)p->g.rows, (long long)geometry_shards(&p->g),
-			 (long long)shards, p->world);
+		log_info("%lld rows in %lld shards, %lld still to do, over %d ranks",
+			 (long long)p->g.rows, (long long)geometry_shards(&p->g), (long long)shards,
+			 p->world);
 	say_size("a full shard", p->shard_bytes);
 	if (p->range)
 		say_size("on disk at most", p->allocated_bytes);
 	say_size("memory of a rank", plan_rank_bytes(p));
 	for (int i = 0; p->range && i < p->world; i++)
-		log_debug("rank %d: %lld shards, %lld rows, %lld tokens, %lld windows", i, (long long)p->range[i].nshards,
-			  (long long)p->range[i].rows, (long long)p->range[i].tokens, (long long)p->range[i].windows);
+		log_debug("rank %d: %lld shards, %lld rows, %lld tokens, %lld windows", i,
+			  (long long)p->range[i].nshards, (long long)p->range[i].rows,
+			  (long long)p->range[i].tokens, (long long)p->range[i].windows);
 }
 
 static int make_plan(const struct options *o, struct err *e)
@@ -192,13 +211,16 @@ static int make_plan(const struct options *o, struct err *e)
 	bool tokenizer = false;
 	int rc = -1;
 
-	if (recipe_read(&r, o->recipe, (const char *const *)o->set, (int)o->nset, e) || checkpoint_open(&c, r.target_dir, !o->tokens, e))
+	if (recipe_read(&r, o->recipe, (const char *const *)o->set, (int)o->nset, e) ||
+	    checkpoint_open(&c, r.target_dir, !o->tokens, e))
 		goto out;
 	to = (struct target_options){ r.target_force_hf, r.target_num_hidden_layers, r.seq_length };
-	if (target_open(&target, r.target_dir, c.config, &to, e) || recipe_template(&r, sha, &tokenizer, e))
+	if (target_open(&target, r.target_dir, c.config, &to, e) ||
+	    recipe_template(&r, sha, &tokenizer, e))
 		goto out;
 	if (!o->tokens && tokenizer && !sha[0]) {
-		err_refuse(e, "target '%s' has no chat template: set recipe_args.chat_template", r.target);
+		err_refuse(e, "target '%s' has no chat template: set recipe_args.chat_template",
+			   r.target);
 		goto out;
 	}
 	if (o->tokens && tokens_open(&t, o->tokens, e))

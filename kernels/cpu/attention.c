@@ -1,13 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Attention by blocks of BLOCK keys, counted from position 0 of the row of data, with a running maximum and sum for each query. K and V of every block are
- * packed once per kv head; then tiles of ROWS rows, queries x query heads of one kv head, go over the blocks they can see:
+ * Attention by blocks of BLOCK keys, counted from position 0 of the row of data, with a running
+ * maximum and sum for each query. K and V of every block are packed once per kv head; then tiles of
+ * ROWS rows, queries x query heads of one kv head, go over the blocks they can see:
  *
  *	               block 0   block 1   block 2        scores = q k^T     [ROWS, BLOCK]  F32
  *	tile of        [  all  ] [  all  ] [ diagonal ]   p = e^(scores - max), 0 where not visible
  *	queries                                           sums = sums * e^(old max - max) + p v
  *
- * A row's bits depend on the blocks it sees and on nothing else of its tile: it skips a block of which it sees no key.
+ * A row's bits depend on the blocks it sees and on nothing else of its tile: it skips a block of
+ * which it sees no key.
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
@@ -25,7 +27,8 @@
 #define ROWS 128
 #define BLOCK 128
 #define PAD 32			/* head widths are rounded up to this */
-#define BATCH_KEYS 32768	/* keys whose packed form is in memory at a time, unless one piece has more */
+/* keys whose packed form is in memory at a time, unless one piece has more */
+#define BATCH_KEYS 32768
 
 struct job {
 	struct device *d;
@@ -72,7 +75,8 @@ static int64_t blocks_of(const struct piece *p)
 }
 
 /* n numbers as operand, zeros up to `width`. */
-static void operand(const struct job *j, char *dst, const void *src, enum dtype from, int64_t n, int64_t width)
+static void operand(const struct job *j, char *dst, const void *src, enum dtype from, int64_t n,
+		    int64_t width)
 {
 	size_t size = dtype_size(j->operand);
 
@@ -87,18 +91,24 @@ static void operand(const struct job *j, char *dst, const void *src, enum dtype 
 	memset(dst + (size_t)n * size, 0, (size_t)(width - n) * size);
 }
 
-/* Block b of a piece, one kv head: rows as operands, zeros behind the last key, then packed. `work` has room for one block of rows. */
-static int pack_one(const struct job *j, const struct piece *p, int64_t b, int kv, char *to, char *work, char *scratch,
-		    bool value, struct err *e)
+/*
+ * Block b of a piece, one kv head: rows as operands, zeros behind the last key, then packed. `work`
+ * has room for one block of rows.
+ */
+static int pack_one(const struct job *j, const struct piece *p, int64_t b, int kv, char *to,
+		    char *work, char *scratch, bool value, struct err *e)
 {
 	const struct product *x = value ? j->pv : j->qk;
 	struct tensor t = value ? j->v : j->k;
-	int64_t width = value ? j->a->value_width : j->a->width, padded = value ? x->N : x->K, left = p->kv_count - b * BLOCK;
+	int64_t width = value ? j->a->value_width : j->a->width, padded = value ? x->N : x->K,
+		left = p->kv_count - b * BLOCK;
 	size_t pitch = (size_t)padded * dtype_size(j->operand);
 
 	for (int64_t i = 0; i < BLOCK; i++) {
 		if (i < left)
-			operand(j, work + (size_t)i * pitch, ref_at(t, p->kv_begin + b * BLOCK + i, kv * width), t.dtype, width, padded);
+			operand(j, work + (size_t)i * pitch,
+				ref_at(t, p->kv_begin + b * BLOCK + i, kv * width), t.dtype, width,
+				padded);
 		else
 			memset(work + (size_t)i * pitch, 0, pitch);
 	}
@@ -115,7 +125,8 @@ static void load_queries(const struct job *j, const struct tile *t, const struct
 		const struct weight *sink = j->a->sink;
 
 		if (r < t->queries * t->heads)
-			operand(j, w->q + (size_t)r * pitch, ref_at(j->q, p->begin + query, head * j->a->width), j->q.dtype,
+			operand(j, w->q + (size_t)r * pitch,
+				ref_at(j->q, p->begin + query, head * j->a->width), j->q.dtype,
 				j->a->width, j->qk->K);
 		else
 			memset(w->q + (size_t)r * pitch, 0, pitch);
@@ -126,9 +137,9 @@ static void load_queries(const struct job *j, const struct tile *t, const struct
 }
 
 /*
- * Scores s[BLOCK] of a row that sees keys [lo, hi) of the block become
- * probabilities relative to the new maximum; returns what earlier sums fade by. A NaN is no maximum, but it is its own probability and so
- * reaches the sums.
+ * Scores s[BLOCK] of a row that sees keys [lo, hi) of the block become probabilities relative to
+ * the new maximum; returns what earlier sums fade by. A NaN is no maximum, but it is its own
+ * probability and so reaches the sums.
  */
 static float probabilities(float *s, int64_t lo, int64_t hi, float scale, float *max, float *total)
 {
@@ -166,15 +177,19 @@ static void soften(const struct job *j, const struct tile *t, int64_t b, const s
 	size_t pitch = BLOCK * dtype_size(j->operand);
 
 	for (int64_t r = 0; r < ROWS; r++) {
-		int64_t end = p->first + t->query + r / t->heads + 1, begin = j->a->window && end > j->a->window ? end - j->a->window : 0;
-		int64_t lo = begin - b * BLOCK, hi = (end < p->kv_count ? end : p->kv_count) - b * BLOCK;
+		int64_t end = p->first + t->query + r / t->heads + 1,
+			begin = j->a->window && end > j->a->window ? end - j->a->window : 0;
+		int64_t lo = begin - b * BLOCK,
+			hi = (end < p->kv_count ? end : p->kv_count) - b * BLOCK;
 
 		lo = lo > 0 ? lo : 0;
 		hi = hi < BLOCK ? hi : BLOCK;
 		w->sees[r] = r < t->queries * t->heads && lo < hi;
 		if (w->sees[r]) {
-			w->fade[r] = probabilities(w->scores + r * BLOCK, lo, hi, j->a->scale, &w->max[r], &w->total[r]);
-			operand(j, w->p + (size_t)r * pitch, w->scores + r * BLOCK, DT_F32, BLOCK, BLOCK);
+			w->fade[r] = probabilities(w->scores + r * BLOCK, lo, hi, j->a->scale,
+						   &w->max[r], &w->total[r]);
+			operand(j, w->p + (size_t)r * pitch, w->scores + r * BLOCK, DT_F32, BLOCK,
+				BLOCK);
 		} else {
 			memset(w->p + (size_t)r * pitch, 0, pitch);
 		}
@@ -201,7 +216,8 @@ static void save_rows(const struct job *j, const struct tile *t, const struct de
 	const struct piece *p = &j->piece[t->piece];
 
 	for (int64_t r = 0; r < t->queries * t->heads; r++) {
-		int64_t width = j->a->value_width, query = t->query + r / t->heads, head = t->head + r % t->heads;
+		int64_t width = j->a->value_width, query = t->query + r / t->heads,
+			head = t->head + r % t->heads;
 		float *sums = w->sums + r * j->pv->N;
 
 		for (int64_t c = 0; c < width; c++)
@@ -213,12 +229,14 @@ static void save_rows(const struct job *j, const struct tile *t, const struct de
 static int one_tile(const struct job *j, const struct tile *t, const struct desk *w, struct err *e)
 {
 	const struct piece *p = &j->piece[t->piece];
-	int64_t from = p->first + t->query, end = from + t->queries < p->kv_count ? from + t->queries : p->kv_count;
+	int64_t from = p->first + t->query,
+		end = from + t->queries < p->kv_count ? from + t->queries : p->kv_count;
 	int64_t b = j->a->window && from + 1 > j->a->window ? (from + 1 - j->a->window) / BLOCK : 0;
 
 	load_queries(j, t, w);
 	for (; b * BLOCK < end; b++) {
-		const char *k = block_at(j, j->first_block[t->piece] + b, t->kv), *v = k + j->qk->packed_bytes;
+		const char *k = block_at(j, j->first_block[t->piece] + b, t->kv),
+			   *v = k + j->qk->packed_bytes;
 
 		if (onednn_run(j->qk, w->scores, w->q, k, w->scratch, e))
 			return -1;
@@ -231,23 +249,42 @@ static int one_tile(const struct job *j, const struct tile *t, const struct desk
 	return 0;
 }
 
-/* Cuts a desk out of p, or only measures with p NULL. The packing step uses q and p, which lie one behind the other, as its block of rows. */
+/*
+ * Cuts a desk out of p, or only measures with p NULL. The packing step uses q and p, which lie one
+ * behind the other, as its block of rows.
+ */
 static size_t desk_at(const struct job *j, char *p, struct desk *w)
 {
-	size_t scratch = j->qk->scratch_bytes > j->pv->scratch_bytes ? j->qk->scratch_bytes : j->pv->scratch_bytes;
-	size_t size = dtype_size(j->operand), widest = (size_t)(j->qk->K > j->pv->N ? j->qk->K : j->pv->N);
+	size_t scratch = j->qk->scratch_bytes > j->pv->scratch_bytes ? j->qk->scratch_bytes
+								     : j->pv->scratch_bytes;
+	size_t size = dtype_size(j->operand),
+	       widest = (size_t)(j->qk->K > j->pv->N ? j->qk->K : j->pv->N);
 	size_t bytes[] = {
-		ROWS * widest * size, ROWS * BLOCK * size,
-		ROWS * BLOCK * sizeof(float), ROWS * (size_t)j->pv->N * sizeof(float), ROWS * (size_t)j->pv->N * sizeof(float),
-		ROWS * sizeof(float), ROWS * sizeof(float), ROWS * sizeof(float), ROWS * sizeof(bool), scratch,
+		ROWS * widest * size,
+		ROWS * BLOCK * size,
+		ROWS * BLOCK * sizeof(float),
+		ROWS * (size_t)j->pv->N * sizeof(float),
+		ROWS * (size_t)j->pv->N * sizeof(float),
+		ROWS * sizeof(float),
+		ROWS * sizeof(float),
+		ROWS * sizeof(float),
+		ROWS * sizeof(bool),
+		scratch,
 	};
 	size_t off[sizeof bytes / sizeof bytes[0] + 1] = { 0 };
 
 	for (size_t i = 0; i < sizeof bytes / sizeof bytes[0]; i++)
 		off[i + 1] = off[i] + whole_lines(bytes[i]);
 	if (p)
-		*w = (struct desk){ p, p + off[1], (float *)(p + off[2]), (float *)(p + off[3]), (float *)(p + off[4]),
-				    (float *)(p + off[5]), (float *)(p + off[6]), (float *)(p + off[7]), (bool *)(p + off[8]),
+		*w = (struct desk){ p,
+				    p + off[1],
+				    (float *)(p + off[2]),
+				    (float *)(p + off[3]),
+				    (float *)(p + off[4]),
+				    (float *)(p + off[5]),
+				    (float *)(p + off[6]),
+				    (float *)(p + off[7]),
+				    (bool *)(p + off[8]),
 				    p + off[9] };
 	return off[sizeof bytes / sizeof bytes[0]];
 }
@@ -257,21 +294,27 @@ static int add_tiles(struct job *j, int piece, size_t *cap, struct err *e)
 	int64_t each = ROWS / j->heads;
 
 	for (int64_t head = 0; head < j->a->heads; head += j->heads) {
-		int64_t kv = head / j->group, left = (kv + 1) * j->group - head, heads = left < j->heads ? left : j->heads;
+		int64_t kv = head / j->group, left = (kv + 1) * j->group - head,
+			heads = left < j->heads ? left : j->heads;
 
 		for (int64_t q = 0; q < j->piece[piece].count; q += each) {
-			int64_t n = j->piece[piece].count - q < each ? j->piece[piece].count - q : each;
+			int64_t n =
+				j->piece[piece].count - q < each ? j->piece[piece].count - q : each;
 
 			if (mem_grow(&j->tile, cap, (size_t)j->tiles + 1, sizeof *j->tile, e))
 				return -1;
-			j->tile[j->tiles++] = (struct tile){ piece, (int)kv, (int)head, (int)heads, q, n };
+			j->tile[j->tiles++] =
+				(struct tile){ piece, (int)kv, (int)head, (int)heads, q, n };
 		}
 		head -= j->heads - heads;	/* a short tile ends its kv head */
 	}
 	return 0;
 }
 
-/* Packs all blocks of the pieces [first, last), then runs their tiles, the long ones, which lie at the end of each piece, first. */
+/*
+ * Packs all blocks of the pieces [first, last), then runs their tiles, the long ones, which lie at
+ * the end of each piece, first.
+ */
 static void run(const struct job *j, int first, int last, int64_t blocks)
 {
 	int kv_heads = j->a->kv_heads;
@@ -292,8 +335,10 @@ static void run(const struct job *j, int first, int last, int64_t blocks)
 			while (piece + 1 < last && block >= j->first_block[piece + 1])
 				piece++;
 			block -= j->first_block[piece];
-			if (!e.code && !pack_one(j, &j->piece[piece], block, kv, to, w.q, w.scratch, false, &e))
-				pack_one(j, &j->piece[piece], block, kv, to + j->qk->packed_bytes, w.q, w.scratch, true, &e);
+			if (!e.code && !pack_one(j, &j->piece[piece], block, kv, to, w.q, w.scratch,
+						 false, &e))
+				pack_one(j, &j->piece[piece], block, kv, to + j->qk->packed_bytes,
+					 w.q, w.scratch, true, &e);
 		}
 #pragma omp for schedule(dynamic)
 		for (int64_t i = 0; i < j->tiles; i++)
@@ -313,7 +358,10 @@ static void all_pieces(struct job *j, int n, size_t *cap)
 		int64_t blocks = 0;
 
 		j->tiles = 0;
-		for (last = first; last < n && (last == first || (blocks + blocks_of(&j->piece[last])) * BLOCK <= BATCH_KEYS); last++) {
+		for (last = first;
+		     last < n &&
+		     (last == first || (blocks + blocks_of(&j->piece[last])) * BLOCK <= BATCH_KEYS);
+		     last++) {
 			j->first_block[last] = blocks;
 			blocks += blocks_of(&j->piece[last]);
 			if (add_tiles(j, last, cap, &d->err))
@@ -326,11 +374,18 @@ static void all_pieces(struct job *j, int n, size_t *cap)
 	}
 }
 
-void cpu_attention(struct device *d, struct tensor out, struct tensor q, struct tensor k, struct tensor v,
-		   const struct attention *a, const struct piece *pieces, int n)
+void cpu_attention(struct device *d, struct tensor out, struct tensor q, struct tensor k,
+		   struct tensor v, const struct attention *a, const struct piece *pieces, int n)
 {
 	struct cpu *c = cpu_of(d);
-	struct job j = { .d = d, .out = out, .q = q, .k = k, .v = v, .a = a, .rounded = d->compute, .piece = pieces };
+	struct job j = { .d = d,
+			 .out = out,
+			 .q = q,
+			 .k = k,
+			 .v = v,
+			 .a = a,
+			 .rounded = d->compute,
+			 .piece = pieces };
 	size_t cap = 0;
 
 	if (!ref_good(d))
@@ -338,8 +393,10 @@ void cpu_attention(struct device *d, struct tensor out, struct tensor q, struct 
 	j.operand = c->bf16 ? d->compute : DT_F32;
 	j.group = a->heads / a->kv_heads;
 	j.heads = j.group < ROWS ? j.group : ROWS;
-	j.qk = onednn_product(c->dnn, j.operand, ROWS, BLOCK, round_up(a->width, PAD), ORDER_NK, NULL, &d->err);
-	j.pv = onednn_product(c->dnn, j.operand, ROWS, round_up(a->value_width, PAD), BLOCK, ORDER_KN, NULL, &d->err);
+	j.qk = onednn_product(c->dnn, j.operand, ROWS, BLOCK, round_up(a->width, PAD), ORDER_NK,
+			      NULL, &d->err);
+	j.pv = onednn_product(c->dnn, j.operand, ROWS, round_up(a->value_width, PAD), BLOCK,
+			      ORDER_KN, NULL, &d->err);
 	j.first_block = mem_calloc((size_t)n + 1, sizeof *j.first_block, &d->err);
 	if (ref_good(d) && cpu_own(d, desk_at(&j, NULL, NULL)))
 		all_pieces(&j, n, &cap);

@@ -1,12 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * cpu: ref's table with faster verbs over it. Products are fixed tiles of oneDNN, one thread each; this folder spreads the tiles over OpenMP threads.
+ * cpu: ref's table with faster verbs over it. Products are fixed tiles of oneDNN, one thread each;
+ * this folder spreads the tiles over OpenMP threads.
  *
- * A product weight [count, rows, cols] lies in memory as panels of its rows, all of one width but the last of each matrix:
+ * A product weight [count, rows, cols] lies in memory as panels of its rows, all of one width but
+ * the last of each matrix:
  *
  *	matrix 0 | panel 0: [width, K] packed | panel 1 | ... | panel n-1: [last, K] |  matrix 1 | ...
  *
- * widths, and K = cols, are rounded up to 64 with zeros. The width depends on the weight's shape alone, so that the sums of a column do too.
+ * widths, and K = cols, are rounded up to 64 with zeros. The width depends on the weight's shape
+ * alone, so that the sums of a column do too.
  */
 #ifndef DSPARK_CPU_H
 #define DSPARK_CPU_H
@@ -17,7 +20,10 @@
 #include "onednn.h"
 #include "ref/ref.h"
 
-/* Rows of a tile of matmul and of experts: with them a product's bits are fixed (numerics number of the identity). */
+/*
+ * Rows of a tile of matmul and of experts: with them a product's bits are fixed (numerics number of
+ * the identity).
+ */
 #define TILE 256
 #define EXPERT_TILE 64
 #define PANEL_MOST 256	/* most rows of a weight in a panel */
@@ -30,7 +36,7 @@ struct room {
 
 struct cpu {
 	struct onednn *dnn;
-	bool bf16;		/* products of bf16 operands in hardware; else in F32 on rounded operands */
+	bool bf16;	/* products of bf16 operands in hardware; else in F32 on rounded operands */
 	int threads;
 	struct room shared;
 	struct room *own;	/* [threads] */
@@ -50,7 +56,8 @@ struct packed {
 	size_t panel_bytes, matrix_bytes;	/* of a full panel and of a matrix, as kept */
 	size_t expanded;	/* bytes of a full panel as operand where kept != operand, else 0 */
 	size_t scratch;		/* most that a product needs */
-	const struct product *tile[2], *last_tile[2];	/* by enum tile_kind: full panels, last panel */
+	/* by enum tile_kind: full panels, last panel */
+	const struct product *tile[2], *last_tile[2];
 	pthread_mutex_t lock;	/* of staging */
 	struct staging *staging;	/* [count * panels], NULL once ready */
 	char *data;
@@ -58,7 +65,9 @@ struct packed {
 
 enum tile_kind { TILE_ROWS, TILE_EXPERT };
 
-/* A whole product of one tile of rows by one panel, and where a thread keeps what it needs for it. */
+/*
+ * A whole product of one tile of rows by one panel, and where a thread keeps what it needs for it.
+ */
 struct bench {
 	float *sums;		/* [tile, width] */
 	char *expanded, *scratch;
@@ -88,44 +97,56 @@ static inline size_t whole_lines(size_t bytes)
 /* Keeps `e` as the device's failure; safe inside a parallel region. */
 void cpu_fail(struct device *d, const struct err *e);
 
-/* At least `bytes` in the shared room, or in each thread's own. False if there is no memory: the device has failed. */
+/*
+ * At least `bytes` in the shared room, or in each thread's own. False if there is no memory: the
+ * device has failed.
+ */
 bool cpu_shared(struct device *d, size_t bytes);
 bool cpu_own(struct device *d, size_t bytes);
 
 /* Weights (pack.c): products are packed, everything else is ref's. */
 int cpu_weight_alloc(struct device *d, struct weight *w, struct err *e);
-int cpu_weight_fill(struct device *d, struct weight *w, int64_t index, int64_t row0, int64_t n, const void *src,
-		    enum dtype from, const void *scales, struct err *e);
+int cpu_weight_fill(struct device *d, struct weight *w, int64_t index, int64_t row0, int64_t n,
+		    const void *src, enum dtype from, const void *scales, struct err *e);
 int cpu_weight_ready(struct device *d, struct weight *w, struct err *e);
 void cpu_weight_free(struct device *d, struct weight *w);
 
-/* Tiles (matmul.c). A row of K operands from n numbers; bytes of a bench; the bench laid out at p; tile x panel into b->sums. */
-void cpu_operand_row(const struct packed *w, void *dst, const void *src, enum dtype from, int64_t n);
+/*
+ * Tiles (matmul.c). A row of K operands from n numbers; bytes of a bench; the bench laid out at p;
+ * tile x panel into b->sums.
+ */
+void cpu_operand_row(const struct packed *w, void *dst, const void *src, enum dtype from,
+		     int64_t n);
 size_t cpu_bench_bytes(const struct packed *w, int64_t tile);
 struct bench cpu_bench(const struct packed *w, int64_t tile, char *p);
-int cpu_tile(const struct packed *w, enum tile_kind kind, int64_t index, int64_t panel, const void *rows, struct bench *b,
-	     struct err *e);
+int cpu_tile(const struct packed *w, enum tile_kind kind, int64_t index, int64_t panel,
+	     const void *rows, struct bench *b, struct err *e);
 
 static inline int64_t cpu_panel_width(const struct packed *w, int64_t panel)
 {
 	return panel == w->panels - 1 ? w->last : w->width;
 }
 
-void cpu_matmul(struct device *d, struct tensor out, struct tensor x, const struct weight *w, const struct weight *bias, bool add);
-void cpu_experts(struct device *d, struct tensor sum, struct tensor x, struct tensor ids, struct tensor weights,
-		 const struct experts *ex, bool add);
-void cpu_attention(struct device *d, struct tensor out, struct tensor q, struct tensor k, struct tensor v,
-		   const struct attention *a, const struct piece *pieces, int n);
+void cpu_matmul(struct device *d, struct tensor out, struct tensor x, const struct weight *w,
+		const struct weight *bias, bool add);
+void cpu_experts(struct device *d, struct tensor sum, struct tensor x, struct tensor ids,
+		 struct tensor weights, const struct experts *ex, bool add);
+void cpu_attention(struct device *d, struct tensor out, struct tensor q, struct tensor k,
+		   struct tensor v, const struct attention *a, const struct piece *pieces, int n);
 
 /* Row by row (rowwise.c). a[n] F32 = act(g[n], u[n]), both of dtype d. */
-void cpu_act_row(float *a, const void *g, const void *u, enum dtype d, const struct act *act, int64_t n);
+void cpu_act_row(float *a, const void *g, const void *u, enum dtype d, const struct act *act,
+		 int64_t n);
 void cpu_upload(struct device *d, struct tensor out, const void *src);
 void cpu_store(struct device *d, void *dst, enum dtype to, int64_t dst_ld, struct tensor x);
 void cpu_rows(struct device *d, struct tensor out, const struct weight *table, struct tensor ids);
-void cpu_norm(struct device *d, struct tensor out, struct tensor x, const struct weight *w, float eps, int64_t width);
-void cpu_rope(struct device *d, struct tensor x, int heads, const struct rope *r, struct tensor pos);
+void cpu_norm(struct device *d, struct tensor out, struct tensor x, const struct weight *w,
+	      float eps, int64_t width);
+void cpu_rope(struct device *d, struct tensor x, int heads, const struct rope *r,
+	      struct tensor pos);
 void cpu_gate(struct device *d, struct tensor out, struct tensor x, const struct act *a);
 void cpu_add(struct device *d, struct tensor x, struct tensor y);
-void cpu_route(struct device *d, struct tensor ids, struct tensor weights, struct tensor logits, const struct router *r);
+void cpu_route(struct device *d, struct tensor ids, struct tensor weights, struct tensor logits,
+	       const struct router *r);
 
 #endif

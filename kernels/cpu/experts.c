@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Routed experts. The slots of the chunk are sorted by expert and cut into tiles of EXPERT_TILE rows of one expert; blocks of tiles go through five steps
- * with all threads in each:
+ * Routed experts. The slots of the chunk are sorted by expert and cut into tiles of EXPERT_TILE
+ * rows of one expert; blocks of tiles go through five steps with all threads in each:
  *
  *	gather rows of x -> gate_up -> activation -> down -> add to the tokens, each in the order of its slots
  *
- * A token's ids ascend and so do the experts of successive blocks: adding block by block is adding in slot order.
+ * A token's ids ascend and so do the experts of successive blocks: adding block by block is adding
+ * in slot order.
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
@@ -32,7 +33,8 @@ struct job {
 	const struct experts *ex;
 	const struct packed *gate_up, *down;
 	int64_t *order;		/* slots t*k+s sorted by expert */
-	int64_t *where;		/* [T*k] tile row of a slot: tile * EXPERT_TILE + row, -1 = expert not held */
+	/* [T*k] tile row of a slot: tile * EXPERT_TILE + row, -1 = expert not held */
+	int64_t *where;
 	struct tile *tile;
 	int64_t tiles;
 	char *in, *act;		/* [block tiles, EXPERT_TILE, K] operands of gate_up, of down */
@@ -52,7 +54,8 @@ static int check_order(const struct job *j, struct err *e)
 	for (int64_t t = 0; t < j->ids.rows; t++)
 		for (int64_t s = 1; s < j->ids.cols; s++)
 			if (ref_id(j->ids, t, s) < ref_id(j->ids, t, s - 1))
-				return err_refuse(e, "expert ids of token %lld do not ascend", (long long)t);
+				return err_refuse(e, "expert ids of token %lld do not ascend",
+						  (long long)t);
 	return 0;
 }
 
@@ -68,7 +71,8 @@ static void sort_slots(struct job *j, int64_t *start)
 		for (int64_t i = 0; i < start[x + 1]; i += EXPERT_TILE) {
 			int64_t left = start[x + 1] - i;
 
-			j->tile[j->tiles++] = (struct tile){ x, n + i, left < EXPERT_TILE ? left : EXPERT_TILE };
+			j->tile[j->tiles++] =
+				(struct tile){ x, n + i, left < EXPERT_TILE ? left : EXPERT_TILE };
 		}
 		n += start[x + 1];
 		start[x + 1] = n;
@@ -96,10 +100,12 @@ static void gather_row(const struct job *j, int64_t tile, int64_t i, char *dst)
 	if (slot < 0)
 		memset(dst, 0, (size_t)j->gate_up->K * dtype_size(j->gate_up->operand));
 	else
-		cpu_operand_row(j->gate_up, dst, ref_at(j->x, slot / j->ids.cols, 0), j->x.dtype, j->x.cols);
+		cpu_operand_row(j->gate_up, dst, ref_at(j->x, slot / j->ids.cols, 0), j->x.dtype,
+				j->x.cols);
 }
 
-static void act_row(const struct job *j, int64_t tile, int64_t i, const float *mid, char *dst, float *work)
+static void act_row(const struct job *j, int64_t tile, int64_t i, const float *mid, char *dst,
+		    float *work)
 {
 	int64_t slot = slot_of(j, tile, i), I = j->ex->down->cols;
 	float weight;
@@ -116,9 +122,11 @@ static void act_row(const struct job *j, int64_t tile, int64_t i, const float *m
 }
 
 /* Copies the sums of tile x panel to the columns of the panel of out[EXPERT_TILE, cols]. */
-static void place(const struct packed *w, int64_t panel, const struct bench *b, float *out, int64_t cols)
+static void place(const struct packed *w, int64_t panel, const struct bench *b, float *out,
+		  int64_t cols)
 {
-	int64_t c0 = panel * w->width, pitch = cpu_panel_width(w, panel), n = cols - c0 < pitch ? cols - c0 : pitch;
+	int64_t c0 = panel * w->width, pitch = cpu_panel_width(w, panel),
+		n = cols - c0 < pitch ? cols - c0 : pitch;
 
 	for (int64_t i = 0; i < EXPERT_TILE; i++)
 		memcpy(out + i * cols + c0, b->sums + i * pitch, (size_t)n * sizeof(float));
@@ -142,8 +150,8 @@ static void add_token(const struct job *j, int64_t t, int64_t first, int64_t n)
 	}
 }
 
-static void products(const struct job *j, const struct packed *w, int64_t first, int64_t n, const char *rows, float *out,
-		     int64_t cols, struct bench *b, struct err *e)
+static void products(const struct job *j, const struct packed *w, int64_t first, int64_t n,
+		     const char *rows, float *out, int64_t cols, struct bench *b, struct err *e)
 {
 	size_t pitch = (size_t)(EXPERT_TILE * w->K) * dtype_size(w->operand);
 
@@ -151,7 +159,8 @@ static void products(const struct job *j, const struct packed *w, int64_t first,
 	for (int64_t task = 0; task < n * w->panels; task++) {
 		int64_t i = task / w->panels, panel = task % w->panels;
 
-		if (!e->code && !cpu_tile(w, TILE_EXPERT, j->tile[first + i].index, panel, rows + (size_t)i * pitch, b, e))
+		if (!e->code && !cpu_tile(w, TILE_EXPERT, j->tile[first + i].index, panel,
+					  rows + (size_t)i * pitch, b, e))
 			place(w, panel, b, out + i * EXPERT_TILE * cols, cols);
 	}
 }
@@ -159,7 +168,8 @@ static void products(const struct job *j, const struct packed *w, int64_t first,
 /* Tiles [first, first + n) through all steps. */
 static void run(const struct job *j, int64_t first, int64_t n)
 {
-	size_t in = (size_t)j->gate_up->K * dtype_size(j->gate_up->operand), act = (size_t)j->down->K * dtype_size(j->down->operand);
+	size_t in = (size_t)j->gate_up->K * dtype_size(j->gate_up->operand),
+	       act = (size_t)j->down->K * dtype_size(j->down->operand);
 	int64_t wide = j->ex->gate_up->rows, rows = n * EXPERT_TILE;
 
 #pragma omp parallel num_threads(j->d->threads)
@@ -170,12 +180,13 @@ static void run(const struct job *j, int64_t first, int64_t n)
 
 #pragma omp for schedule(static)
 		for (int64_t i = 0; i < rows; i++)
-			gather_row(j, first + i / EXPERT_TILE, i % EXPERT_TILE, j->in + (size_t)i * in);
+			gather_row(j, first + i / EXPERT_TILE, i % EXPERT_TILE,
+				   j->in + (size_t)i * in);
 		products(j, j->gate_up, first, n, j->in, j->mid, wide, &b, &e);
 #pragma omp for schedule(static)
 		for (int64_t i = 0; i < rows; i++)
-			act_row(j, first + i / EXPERT_TILE, i % EXPERT_TILE, j->mid + i * wide, j->act + (size_t)i * act,
-				(float *)own);
+			act_row(j, first + i / EXPERT_TILE, i % EXPERT_TILE, j->mid + i * wide,
+				j->act + (size_t)i * act, (float *)own);
 		b = cpu_bench(j->down, EXPERT_TILE, own);
 		products(j, j->down, first, n, j->act, j->out, j->sum.cols, &b, &e);
 #pragma omp for schedule(static)
@@ -190,12 +201,14 @@ static void run(const struct job *j, int64_t first, int64_t n)
 /* Room for a block of n tiles in the shared memory, and each thread's own. */
 static bool make_room(struct job *j, int64_t n)
 {
-	size_t rows = (size_t)n * EXPERT_TILE, a = whole_lines(rows * (size_t)j->gate_up->K * dtype_size(j->gate_up->operand));
+	size_t rows = (size_t)n * EXPERT_TILE,
+	       a = whole_lines(rows * (size_t)j->gate_up->K * dtype_size(j->gate_up->operand));
 	size_t b = whole_lines(rows * (size_t)j->down->K * dtype_size(j->down->operand));
 	size_t m = whole_lines(rows * (size_t)j->ex->gate_up->rows * sizeof(float));
 	size_t o = whole_lines(rows * (size_t)j->sum.cols * sizeof(float));
 	size_t own = (size_t)j->ex->down->cols * sizeof(float);
-	size_t up = cpu_bench_bytes(j->gate_up, EXPERT_TILE), down = cpu_bench_bytes(j->down, EXPERT_TILE);
+	size_t up = cpu_bench_bytes(j->gate_up, EXPERT_TILE),
+	       down = cpu_bench_bytes(j->down, EXPERT_TILE);
 
 	own = own > up ? own : up;
 	own = own > down ? own : down;
@@ -215,12 +228,19 @@ static void clear(struct device *d, struct tensor sum)
 		memset(ref_at(sum, t, 0), 0, (size_t)sum.cols * sizeof(float));
 }
 
-void cpu_experts(struct device *d, struct tensor sum, struct tensor x, struct tensor ids, struct tensor weights,
-		 const struct experts *ex, bool add)
+void cpu_experts(struct device *d, struct tensor sum, struct tensor x, struct tensor ids,
+		 struct tensor weights, const struct experts *ex, bool add)
 {
-	struct job j = { .d = d, .sum = sum, .x = x, .ids = ids, .weights = weights, .ex = ex, .gate_up = packed_of(ex->gate_up),
+	struct job j = { .d = d,
+			 .sum = sum,
+			 .x = x,
+			 .ids = ids,
+			 .weights = weights,
+			 .ex = ex,
+			 .gate_up = packed_of(ex->gate_up),
 			 .down = packed_of(ex->down) };
-	int64_t slots = x.rows * ids.cols, block = (4 * d->threads + j.gate_up->panels - 1) / j.gate_up->panels;
+	int64_t slots = x.rows * ids.cols,
+		block = (4 * d->threads + j.gate_up->panels - 1) / j.gate_up->panels;
 	int64_t *start = NULL;
 
 	if (!ref_good(d) || check_order(&j, &d->err))

@@ -54,15 +54,17 @@ struct bench cpu_bench(const struct packed *w, int64_t tile, char *p)
 	};
 }
 
-int cpu_tile(const struct packed *w, enum tile_kind kind, int64_t index, int64_t panel, const void *rows, struct bench *b,
-	     struct err *e)
+int cpu_tile(const struct packed *w, enum tile_kind kind, int64_t index, int64_t panel,
+	     const void *rows, struct bench *b, struct err *e)
 {
 	const struct product *x = panel == w->panels - 1 ? w->last_tile[kind] : w->tile[kind];
-	const char *data = w->data + (size_t)index * w->matrix_bytes + (size_t)panel * w->panel_bytes;
+	const char *data =
+		w->data + (size_t)index * w->matrix_bytes + (size_t)panel * w->panel_bytes;
 
 	if (w->expanded) {
 		if (b->holds != data)
-			run_load((float *)b->expanded, data, w->kept, (int64_t)(x->packed_bytes / sizeof(float)));
+			run_load((float *)b->expanded, data, w->kept,
+				 (int64_t)(x->packed_bytes / sizeof(float)));
 		b->holds = data;
 		data = b->expanded;
 	}
@@ -122,7 +124,10 @@ static void finish(const struct job *j, int64_t tile, int64_t panel, struct benc
 	}
 }
 
-/* Tiles [first, first + n): rows that are no operands yet are made so, then all tiles meet all panels. */
+/*
+ * Tiles [first, first + n): rows that are no operands yet are made so, then all tiles meet all
+ * panels.
+ */
 static void run(const struct job *j, int64_t first, int64_t n)
 {
 	const struct packed *w = packed_of(j->w);
@@ -140,7 +145,8 @@ static void run(const struct job *j, int64_t first, int64_t n)
 		for (int64_t task = 0; task < n * w->panels; task++) {
 			int64_t panel = task / n, tile = first + task % n;
 
-			if (e.code || cpu_tile(w, TILE_ROWS, 0, panel, tile_rows(j, tile, base), &b, &e))
+			if (e.code ||
+			    cpu_tile(w, TILE_ROWS, 0, panel, tile_rows(j, tile, base), &b, &e))
 				continue;
 			finish(j, tile, panel, &b);
 		}
@@ -149,11 +155,13 @@ static void run(const struct job *j, int64_t first, int64_t n)
 	}
 }
 
-void cpu_matmul(struct device *d, struct tensor out, struct tensor x, const struct weight *w, const struct weight *bias, bool add)
+void cpu_matmul(struct device *d, struct tensor out, struct tensor x, const struct weight *w,
+		const struct weight *bias, bool add)
 {
 	const struct packed *p = packed_of(w);
 	struct job j = { .d = d, .out = out, .x = x, .w = w, .bias = bias, .add = add };
-	int64_t tiles = (x.rows + TILE - 1) / TILE, group = (4 * d->threads + p->panels - 1) / p->panels;
+	int64_t tiles = (x.rows + TILE - 1) / TILE,
+		group = (4 * d->threads + p->panels - 1) / p->panels;
 
 	if (!ref_good(d) || !x.rows)
 		return;
@@ -162,7 +170,9 @@ void cpu_matmul(struct device *d, struct tensor out, struct tensor x, const stru
 		group = tiles;
 	}
 	if (!cpu_own(d, cpu_bench_bytes(p, TILE)) ||
-	    !cpu_shared(d, (size_t)((group < tiles - j.whole ? group : tiles - j.whole) * TILE * p->K) * dtype_size(p->operand)))
+	    !cpu_shared(
+		    d, (size_t)((group < tiles - j.whole ? group : tiles - j.whole) * TILE * p->K) *
+			       dtype_size(p->operand)))
 		return;
 	for (int64_t first = 0; first < tiles && ref_good(d); first += group)
 		run(&j, first, tiles - first < group ? tiles - first : group);

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * number: runs of numbers as the compiler vectorises them. No function here looks at an address or a neighbour: element i of the result depends on
- * element i of the operands, and sums run in 16 fixed lanes counted from the start of the run.
+ * number: runs of numbers as the compiler vectorises them. No function here looks at an address or
+ * a neighbour: element i of the result depends on element i of the operands, and sums run in 16
+ * fixed lanes counted from the start of the run.
  */
 #ifndef DSPARK_NUMBER_H
 #define DSPARK_NUMBER_H
@@ -73,8 +74,9 @@ static inline float lanes_sum(const float lane[LANES])
 }
 
 /*
- * e^x within 2 ulp between -80 and 80, limited there; NaN stays. 2^n times a polynomial on [-ln2/2, ln2/2]. Limits nearer to those of the
- * format would make subnormal numbers in what callers do next, which cost a hundred cycles each.
+ * e^x within 2 ulp between -80 and 80, limited there; NaN stays. 2^n times a polynomial on [-ln2/2,
+ * ln2/2]. Limits nearer to those of the format would make subnormal numbers in what callers do
+ * next, which cost a hundred cycles each.
  */
 static inline float exp_limited(float x)
 {

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * oneDNN behind one interface. Two rules make a row's bits independent of everything around it: sizes are fixed when a primitive is made, and
- * both making and running see exactly one OpenMP thread, for its blocking depends on the number of threads it sees.
+ * oneDNN behind one interface. Two rules make a row's bits independent of everything around it:
+ * sizes are fixed when a primitive is made, and both making and running see exactly one OpenMP
+ * thread, for its blocking depends on the number of threads it sees.
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
@@ -20,12 +21,15 @@
 #error "a oneDNN built for OpenMP or without threads is needed"
 #endif
 
-/* Memory descriptors are values in version 2 and handles in version 3: here always owned pointers. */
+/*
+ * Memory descriptors are values in version 2 and handles in version 3: here always owned pointers.
+ */
 #if DNNL_VERSION_MAJOR >= 3
 #define MD dnnl_memory_desc_t
 #define CONST_MD const_dnnl_memory_desc_t
 
-static dnnl_status_t md_strided(MD *md, const dnnl_dims_t dims, dnnl_data_type_t type, const dnnl_dims_t strides)
+static dnnl_status_t md_strided(MD *md, const dnnl_dims_t dims, dnnl_data_type_t type,
+				const dnnl_dims_t strides)
 {
 	return dnnl_memory_desc_create_with_strides(md, 2, dims, type, strides);
 }
@@ -46,8 +50,8 @@ static void md_free(MD md)
 		dnnl_memory_desc_destroy(md);
 }
 
-static dnnl_status_t matmul_desc(dnnl_primitive_desc_t *pd, dnnl_engine_t engine, MD src, MD weight, MD dst,
-				 dnnl_primitive_attr_t attr)
+static dnnl_status_t matmul_desc(dnnl_primitive_desc_t *pd, dnnl_engine_t engine, MD src, MD weight,
+				 MD dst, dnnl_primitive_attr_t attr)
 {
 	return dnnl_matmul_primitive_desc_create(pd, engine, src, weight, NULL, dst, attr);
 }
@@ -55,16 +59,19 @@ static dnnl_status_t matmul_desc(dnnl_primitive_desc_t *pd, dnnl_engine_t engine
 #define MD dnnl_memory_desc_t *
 #define CONST_MD const dnnl_memory_desc_t *
 
-static dnnl_status_t md_strided(MD *md, const dnnl_dims_t dims, dnnl_data_type_t type, const dnnl_dims_t strides)
+static dnnl_status_t md_strided(MD *md, const dnnl_dims_t dims, dnnl_data_type_t type,
+				const dnnl_dims_t strides)
 {
 	*md = calloc(1, sizeof **md);
-	return *md ? dnnl_memory_desc_init_by_strides(*md, 2, dims, type, strides) : dnnl_out_of_memory;
+	return *md ? dnnl_memory_desc_init_by_strides(*md, 2, dims, type, strides)
+		   : dnnl_out_of_memory;
 }
 
 static dnnl_status_t md_any(MD *md, const dnnl_dims_t dims, dnnl_data_type_t type)
 {
 	*md = calloc(1, sizeof **md);
-	return *md ? dnnl_memory_desc_init_by_tag(*md, 2, dims, type, dnnl_format_tag_any) : dnnl_out_of_memory;
+	return *md ? dnnl_memory_desc_init_by_tag(*md, 2, dims, type, dnnl_format_tag_any)
+		   : dnnl_out_of_memory;
 }
 
 static dnnl_status_t md_copy(MD *md, CONST_MD from)
@@ -81,8 +88,8 @@ static void md_free(MD md)
 	free(md);
 }
 
-static dnnl_status_t matmul_desc(dnnl_primitive_desc_t *pd, dnnl_engine_t engine, MD src, MD weight, MD dst,
-				 dnnl_primitive_attr_t attr)
+static dnnl_status_t matmul_desc(dnnl_primitive_desc_t *pd, dnnl_engine_t engine, MD src, MD weight,
+				 MD dst, dnnl_primitive_attr_t attr)
 {
 	dnnl_matmul_desc_t d;
 	dnnl_status_t s = dnnl_matmul_desc_init(&d, src, weight, NULL, dst);
@@ -119,7 +126,10 @@ static int check(dnnl_status_t s, const char *what, struct err *e)
 	return err_fail(e, "oneDNN cannot %s (status %d)", what, (int)s);
 }
 
-/* One thread for the library from here to `restore`, whichever OpenMP runtime calls it and whether or not we are in a parallel region. */
+/*
+ * One thread for the library from here to `restore`, whichever OpenMP runtime calls it and whether
+ * or not we are in a parallel region.
+ */
 static int one_thread(void)
 {
 	int before = omp_get_max_threads();
@@ -137,7 +147,8 @@ static void restore(int before)
 
 bool onednn_has_bf16(void)
 {
-	return (dnnl_get_effective_cpu_isa() & dnnl_cpu_isa_avx512_core_bf16) == dnnl_cpu_isa_avx512_core_bf16;
+	return (dnnl_get_effective_cpu_isa() & dnnl_cpu_isa_avx512_core_bf16) ==
+	       dnnl_cpu_isa_avx512_core_bf16;
 }
 
 struct onednn *onednn_open(struct err *e)
@@ -149,7 +160,8 @@ struct onednn *onednn_open(struct err *e)
 	pthread_mutex_init(&o->lock, NULL);
 	if (check(dnnl_engine_create(&o->engine, dnnl_cpu, 0), "start", e) ||
 	    check(dnnl_primitive_attr_create(&o->attr), "start", e) ||
-	    check(dnnl_primitive_attr_set_scratchpad_mode(o->attr, dnnl_scratchpad_mode_user), "start", e)) {
+	    check(dnnl_primitive_attr_set_scratchpad_mode(o->attr, dnnl_scratchpad_mode_user),
+		  "start", e)) {
 		onednn_close(o);
 		return NULL;
 	}
@@ -192,13 +204,16 @@ void onednn_close(struct onednn *o)
 }
 
 /* The primitive of `pd` and its scratch, whose size counts into the product's. Destroys pd. */
-static int make(struct entry *x, dnnl_primitive_desc_t pd, dnnl_primitive_t *primitive, MD *scratch, struct err *e)
+static int make(struct entry *x, dnnl_primitive_desc_t pd, dnnl_primitive_t *primitive, MD *scratch,
+		struct err *e)
 {
 	int rc = check(dnnl_primitive_create(primitive, pd), "make a primitive", e);
 	size_t bytes;
 
 	if (!rc)
-		rc = check(md_copy(scratch, dnnl_primitive_desc_query_md(pd, dnnl_query_scratchpad_md, 0)), "tell its scratch", e);
+		rc = check(md_copy(scratch,
+				   dnnl_primitive_desc_query_md(pd, dnnl_query_scratchpad_md, 0)),
+			   "tell its scratch", e);
 	dnnl_primitive_desc_destroy(pd);
 	if (rc)
 		return -1;
@@ -218,15 +233,19 @@ static int make_run(struct onednn *o, struct entry *x, struct err *e)
 	if (check(md_strided(&x->src, src, type, src_stride), "describe a matrix", e) ||
 	    check(md_strided(&x->dst, dst, dnnl_f32, dst_stride), "describe a matrix", e))
 		return -1;
-	if (x->like ? check(md_copy(&x->weight, ((const struct entry *)x->like)->weight), "describe a weight", e) :
-		      check(md_any(&x->weight, weight, type), "describe a weight", e))
+	if (x->like ? check(md_copy(&x->weight, ((const struct entry *)x->like)->weight),
+			    "describe a weight", e)
+		    : check(md_any(&x->weight, weight, type), "describe a weight", e))
 		return -1;
-	if (check(matmul_desc(&pd, o->engine, x->src, x->weight, x->dst, o->attr), "multiply matrices of these sizes", e))
+	if (check(matmul_desc(&pd, o->engine, x->src, x->weight, x->dst, o->attr),
+		  "multiply matrices of these sizes", e))
 		return -1;
 	if (!x->like) {
 		md_free(x->weight);
 		x->weight = NULL;
-		if (check(md_copy(&x->weight, dnnl_primitive_desc_query_md(pd, dnnl_query_weights_md, 0)), "tell a layout", e)) {
+		if (check(md_copy(&x->weight,
+				  dnnl_primitive_desc_query_md(pd, dnnl_query_weights_md, 0)),
+			  "tell a layout", e)) {
 			dnnl_primitive_desc_destroy(pd);
 			return -1;
 		}
@@ -240,8 +259,11 @@ static int make_pack(struct onednn *o, struct entry *x, struct err *e)
 	dnnl_dims_t dims = { x->p.K, x->p.N }, nk = { 1, x->p.K }, kn = { x->p.N, 1 };
 	dnnl_primitive_desc_t pd;
 
-	if (check(md_strided(&x->plain, dims, type, x->p.order == ORDER_NK ? nk : kn), "describe a matrix", e) ||
-	    check(dnnl_reorder_primitive_desc_create(&pd, x->plain, o->engine, x->weight, o->engine, o->attr), "pack a weight", e))
+	if (check(md_strided(&x->plain, dims, type, x->p.order == ORDER_NK ? nk : kn),
+		  "describe a matrix", e) ||
+	    check(dnnl_reorder_primitive_desc_create(&pd, x->plain, o->engine, x->weight, o->engine,
+						     o->attr),
+		  "pack a weight", e))
 		return -1;
 	return make(x, pd, &x->pack, &x->pack_scratch, e);
 }
@@ -251,8 +273,8 @@ static struct entry *find(struct onednn *o, const struct entry *want)
 	struct entry *x;
 
 	for (x = o->list; x; x = x->next)
-		if (x->p.operand == want->p.operand && x->p.M == want->p.M && x->p.N == want->p.N && x->p.K == want->p.K &&
-		    x->p.order == want->p.order && x->like == want->like)
+		if (x->p.operand == want->p.operand && x->p.M == want->p.M && x->p.N == want->p.N &&
+		    x->p.K == want->p.K && x->p.order == want->p.order && x->like == want->like)
 			break;
 	return x;
 }
@@ -269,7 +291,8 @@ static struct entry *entry_new(struct onednn *o, const struct entry *want, struc
 	rc = make_run(o, x, e) || make_pack(o, x, e);
 	restore(threads);
 	if (rc) {
-		err_context(e, "product of %lld x %lld x %lld", (long long)x->p.M, (long long)x->p.N, (long long)x->p.K);
+		err_context(e, "product of %lld x %lld x %lld", (long long)x->p.M,
+			    (long long)x->p.N, (long long)x->p.K);
 		entry_free(x);
 		return NULL;
 	}
@@ -277,10 +300,18 @@ static struct entry *entry_new(struct onednn *o, const struct entry *want, struc
 	return x;
 }
 
-const struct product *onednn_product(struct onednn *o, enum dtype operand, int64_t M, int64_t N, int64_t K, enum order order,
-				     const struct product *like, struct err *e)
+const struct product *onednn_product(struct onednn *o, enum dtype operand, int64_t M, int64_t N,
+				     int64_t K, enum order order, const struct product *like,
+				     struct err *e)
 {
-	struct entry want = { .p = { .owner = o, .operand = operand, .M = M, .N = N, .K = K, .order = order }, .like = like }, *x;
+	struct entry want = { .p = { .owner = o,
+				     .operand = operand,
+				     .M = M,
+				     .N = N,
+				     .K = K,
+				     .order = order },
+			      .like = like },
+		     *x;
 
 	pthread_mutex_lock(&o->lock);
 	x = find(o, &want);
@@ -302,7 +333,8 @@ struct argument {
 	void *p;
 };
 
-static int execute(dnnl_engine_t engine, dnnl_primitive_t primitive, const struct argument *a, int n, struct err *e)
+static int execute(dnnl_engine_t engine, dnnl_primitive_t primitive, const struct argument *a,
+		   int n, struct err *e)
 {
 	dnnl_exec_arg_t arg[4];
 	dnnl_stream_t stream = NULL;
@@ -326,7 +358,8 @@ static int execute(dnnl_engine_t engine, dnnl_primitive_t primitive, const struc
 	return check(s, "run a product", e);
 }
 
-int onednn_pack(const struct product *p, void *packed, const void *src, void *scratch, struct err *e)
+int onednn_pack(const struct product *p, void *packed, const void *src, void *scratch,
+		struct err *e)
 {
 	const struct entry *x = (const struct entry *)p;
 	struct argument a[] = {
@@ -338,7 +371,8 @@ int onednn_pack(const struct product *p, void *packed, const void *src, void *sc
 	return execute(p->owner->engine, x->pack, a, 3, e);
 }
 
-int onednn_run(const struct product *p, float *dst, const void *src, const void *packed, void *scratch, struct err *e)
+int onednn_run(const struct product *p, float *dst, const void *src, const void *packed,
+	       void *scratch, struct err *e)
 {
 	const struct entry *x = (const struct entry *)p;
 	struct argument a[] = {

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * onednn: the only place that knows oneDNN, 2.6 or 3.x. A product is dst[M,N] F32 = src[M,K] w^T with every size fixed, run by the calling thread alone
- * on a weight in oneDNN's own layout. Thread-safe.
+ * onednn: the only place that knows oneDNN, 2.6 or 3.x. A product is dst[M,N] F32 = src[M,K] w^T
+ * with every size fixed, run by the calling thread alone on a weight in oneDNN's own layout.
+ * Thread-safe.
  */
 #ifndef DSPARK_ONEDNN_H
 #define DSPARK_ONEDNN_H
@@ -34,18 +35,24 @@ struct product {
 struct onednn *onednn_open(struct err *e);
 void onednn_close(struct onednn *o);
 
-/* Whether products of bf16 operands run in hardware under the ISA in force (ONEDNN_MAX_CPU_ISA counts). */
+/*
+ * Whether products of bf16 operands run in hardware under the ISA in force (ONEDNN_MAX_CPU_ISA
+ * counts).
+ */
 bool onednn_has_bf16(void);
 
 /*
- * The product of these sizes, made on first use and kept until close. `like`: use the weight layout of that product (same N, K, operand), NULL = the
- * best for this M. NULL with `e` set.
+ * The product of these sizes, made on first use and kept until close. `like`: use the weight layout
+ * of that product (same N, K, operand), NULL = the best for this M. NULL with `e` set.
  */
-const struct product *onednn_product(struct onednn *o, enum dtype operand, int64_t M, int64_t N, int64_t K, enum order order,
-				     const struct product *like, struct err *e);
+const struct product *onednn_product(struct onednn *o, enum dtype operand, int64_t M, int64_t N,
+				     int64_t K, enum order order, const struct product *like,
+				     struct err *e);
 
 /* All pointers are aligned to 64 bytes but src of run, which may be any operand's. */
-int onednn_pack(const struct product *p, void *packed, const void *src, void *scratch, struct err *e);
-int onednn_run(const struct product *p, float *dst, const void *src, const void *packed, void *scratch, struct err *e);
+int onednn_pack(const struct product *p, void *packed, const void *src, void *scratch,
+		struct err *e);
+int onednn_run(const struct product *p, float *dst, const void *src, const void *packed,
+	       void *scratch, struct err *e);
 
 #endif

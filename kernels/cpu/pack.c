@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Product weights. Rows arrive in any order and from several threads; a panel is packed by whoever brings its last row, so that besides the packed weight
- * only the panels under way take memory.
+ * Product weights. Rows arrive in any order and from several threads; a panel is packed by whoever
+ * brings its last row, so that besides the packed weight only the panels under way take memory.
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
@@ -18,7 +18,8 @@
 
 static void set_sizes(struct packed *p, const struct weight *w)
 {
-	int64_t blocks = round_up(w->rows, BLOCK) / BLOCK, panels = (blocks * BLOCK + PANEL_MOST - 1) / PANEL_MOST;
+	int64_t blocks = round_up(w->rows, BLOCK) / BLOCK,
+		panels = (blocks * BLOCK + PANEL_MOST - 1) / PANEL_MOST;
 	int64_t each = (blocks + panels - 1) / panels;
 
 	p->K = round_up(w->cols, BLOCK);
@@ -37,7 +38,8 @@ static int set_products(struct packed *p, struct onednn *o, struct err *e)
 		to[TILE_ROWS] = onednn_product(o, p->operand, TILE, N, p->K, ORDER_NK, NULL, e);
 		if (!to[TILE_ROWS])
 			return -1;
-		to[TILE_EXPERT] = onednn_product(o, p->operand, EXPERT_TILE, N, p->K, ORDER_NK, to[TILE_ROWS], e);
+		to[TILE_EXPERT] = onednn_product(o, p->operand, EXPERT_TILE, N, p->K, ORDER_NK,
+						 to[TILE_ROWS], e);
 		if (!to[TILE_EXPERT])
 			return -1;
 		for (int kind = 0; kind < 2; kind++)
@@ -57,12 +59,15 @@ static int packed_alloc(struct packed *p, const struct weight *w, struct err *e)
 	int64_t bytes;
 
 	p->panel_bytes = kept_bytes(p, p->tile[TILE_ROWS]);
-	p->matrix_bytes = (size_t)(p->panels - 1) * p->panel_bytes + kept_bytes(p, p->last_tile[TILE_ROWS]);
+	p->matrix_bytes =
+		(size_t)(p->panels - 1) * p->panel_bytes + kept_bytes(p, p->last_tile[TILE_ROWS]);
 	p->expanded = p->kept == p->operand ? 0 : p->tile[TILE_ROWS]->packed_bytes;
 	bytes = mem_mul(w->count, (int64_t)p->matrix_bytes);
 	if (bytes < 0)
-		return err_fail(e, "a weight of %lld x %lld x %lld elements is larger than the address space", (long long)w->count,
-				(long long)w->rows, (long long)w->cols);
+		return err_fail(
+			e,
+			"a weight of %lld x %lld x %lld elements is larger than the address space",
+			(long long)w->count, (long long)w->rows, (long long)w->cols);
 	p->staging = mem_calloc((size_t)(w->count * p->panels), sizeof *p->staging, e);
 	p->data = p->staging ? mem_aligned((size_t)bytes, e) : NULL;
 	return p->data ? 0 : -1;
@@ -101,10 +106,15 @@ static char *panel_data(const struct packed *p, int64_t index, int64_t panel)
 	return p->data + (size_t)index * p->matrix_bytes + (size_t)panel * p->panel_bytes;
 }
 
-/* Packs the rows of one panel (NULL = all zero) and frees them. Where the weight is kept smaller than it runs, the packed order is kept. */
-static int pack_panel(const struct packed *p, int64_t index, int64_t panel, void *rows, struct err *e)
+/*
+ * Packs the rows of one panel (NULL = all zero) and frees them. Where the weight is kept smaller
+ * than it runs, the packed order is kept.
+ */
+static int pack_panel(const struct packed *p, int64_t index, int64_t panel, void *rows,
+		      struct err *e)
 {
-	const struct product *x = panel == p->panels - 1 ? p->last_tile[TILE_ROWS] : p->tile[TILE_ROWS];
+	const struct product *x =
+		panel == p->panels - 1 ? p->last_tile[TILE_ROWS] : p->tile[TILE_ROWS];
 	char *to = panel_data(p, index, panel);
 	void *scratch, *packed = NULL;
 	int rc = -1;
@@ -119,7 +129,8 @@ static int pack_panel(const struct packed *p, int64_t index, int64_t panel, void
 	if (scratch && (packed || p->kept == p->operand))
 		rc = onednn_pack(x, packed ? packed : to, rows, scratch, e);
 	if (!rc && packed)
-		dtype_convert(to, p->kept, packed, p->operand, x->packed_bytes / dtype_size(p->operand));
+		dtype_convert(to, p->kept, packed, p->operand,
+			      x->packed_bytes / dtype_size(p->operand));
 	free(scratch);
 	free(packed);
 	free(rows);
@@ -142,19 +153,21 @@ static char *staging_rows(struct packed *p, struct staging *s, int64_t width, st
 }
 
 /* n rows, all of panel `panel`, from `row` within it. */
-static int fill_panel(const struct weight *w, int64_t index, int64_t panel, int64_t row, int64_t n, const char *src,
-		      enum dtype from, struct err *e)
+static int fill_panel(const struct weight *w, int64_t index, int64_t panel, int64_t row, int64_t n,
+		      const char *src, enum dtype from, struct err *e)
 {
 	struct packed *p = w->handle;
 	struct staging *s = &p->staging[index * p->panels + panel];
-	size_t pitch = (size_t)p->K * dtype_size(p->operand), step = (size_t)w->cols * dtype_size(from);
+	size_t pitch = (size_t)p->K * dtype_size(p->operand),
+	       step = (size_t)w->cols * dtype_size(from);
 	char *rows = staging_rows(p, s, cpu_panel_width(p, panel), e);
 	bool whole;
 
 	if (!rows)
 		return -1;
 	for (int64_t i = 0; i < n; i++)
-		cpu_operand_row(p, rows + (size_t)(row + i) * pitch, src + (size_t)i * step, from, w->cols);
+		cpu_operand_row(p, rows + (size_t)(row + i) * pitch, src + (size_t)i * step, from,
+				w->cols);
 	pthread_mutex_lock(&p->lock);
 	s->filled += n;
 	whole = s->filled == panel_rows(p, w, panel);
@@ -164,8 +177,8 @@ static int fill_panel(const struct weight *w, int64_t index, int64_t panel, int6
 	return whole ? pack_panel(p, index, panel, rows, e) : 0;
 }
 
-int cpu_weight_fill(struct device *d, struct weight *w, int64_t index, int64_t row0, int64_t n, const void *src,
-		    enum dtype from, const void *scales, struct err *e)
+int cpu_weight_fill(struct device *d, struct weight *w, int64_t index, int64_t row0, int64_t n,
+		    const void *src, enum dtype from, const void *scales, struct err *e)
 {
 	const struct packed *p = w->handle;
 	const char *s = src;
@@ -173,12 +186,17 @@ int cpu_weight_fill(struct device *d, struct weight *w, int64_t index, int64_t r
 	if (w->use != USE_PRODUCT || scales)
 		return ref_weight_fill(d, w, index, row0, n, src, from, scales, e);
 	if (index < 0 || index >= w->count || row0 < 0 || n < 0 || n > w->rows - row0)
-		return err_fail(e, "rows %lld..%lld of matrix %lld are outside a weight of %lld x %lld rows", (long long)row0,
-				(long long)(row0 + n), (long long)index, (long long)w->count, (long long)w->rows);
+		return err_fail(
+			e,
+			"rows %lld..%lld of matrix %lld are outside a weight of %lld x %lld rows",
+			(long long)row0, (long long)(row0 + n), (long long)index,
+			(long long)w->count, (long long)w->rows);
 	if (!dtype_is_float(from))
-		return err_refuse(e, "a weight stored as %s cannot become %s", dtype_name(from), dtype_name(p->kept));
+		return err_refuse(e, "a weight stored as %s cannot become %s", dtype_name(from),
+				  dtype_name(p->kept));
 	while (n > 0) {
-		int64_t panel = row0 / p->width, row = row0 % p->width, m = p->width - row < n ? p->width - row : n;
+		int64_t panel = row0 / p->width, row = row0 % p->width,
+			m = p->width - row < n ? p->width - row : n;
 
 		if (fill_panel(w, index, panel, row, m, s, from, e))
 			return -1;

@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Verbs that work row by row: threads share out rows, each row is done in runs of RUN numbers counted from its start. */
+/*
+ * Verbs that work row by row: threads share out rows, each row is done in runs of RUN numbers
+ * counted from its start.
+ */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
 #endif
@@ -47,7 +50,8 @@ void cpu_store(struct device *d, void *dst, enum dtype to, int64_t dst_ld, struc
 		return;
 #pragma omp parallel for num_threads(d->threads) schedule(static)
 	for (int64_t t = 0; t < x.rows; t++)
-		convert((char *)dst + (size_t)(t * dst_ld) * dtype_size(to), to, ref_at(x, t, 0), x.dtype, x.cols);
+		convert((char *)dst + (size_t)(t * dst_ld) * dtype_size(to), to, ref_at(x, t, 0),
+			x.dtype, x.cols);
 }
 
 /* Each row is a call of ref's verb, which is a copy; threads share the rows out. */
@@ -84,7 +88,8 @@ static float sum_of_squares(const char *x, enum dtype d, int64_t width)
 	return lanes_sum(lane);
 }
 
-static void norm_one(struct tensor out, struct tensor x, int64_t t, int64_t c0, const float *w, float eps, int64_t width)
+static void norm_one(struct tensor out, struct tensor x, int64_t t, int64_t c0, const float *w,
+		     float eps, int64_t width)
 {
 	const char *from = ref_at(x, t, c0);
 	char *to = ref_at(out, t, c0);
@@ -102,7 +107,8 @@ static void norm_one(struct tensor out, struct tensor x, int64_t t, int64_t c0, 
 	}
 }
 
-void cpu_norm(struct device *d, struct tensor out, struct tensor x, const struct weight *w, float eps, int64_t width)
+void cpu_norm(struct device *d, struct tensor out, struct tensor x, const struct weight *w,
+	      float eps, int64_t width)
 {
 	const float *v = w ? ref_vector(w) : NULL;
 
@@ -115,7 +121,8 @@ void cpu_norm(struct device *d, struct tensor out, struct tensor x, const struct
 }
 
 /* One head of one token, half split: pairs lie half apart. */
-static void rotate_half(struct tensor x, int64_t t, int64_t c0, int64_t half, const float *cosine, const float *sine)
+static void rotate_half(struct tensor x, int64_t t, int64_t c0, int64_t half, const float *cosine,
+			const float *sine)
 {
 	float a[RUN], b[RUN], ra[RUN], rb[RUN];
 
@@ -133,7 +140,8 @@ static void rotate_half(struct tensor x, int64_t t, int64_t c0, int64_t half, co
 	}
 }
 
-static void rotate_pairs(struct tensor x, int64_t t, int64_t c0, int64_t half, const float *cosine, const float *sine)
+static void rotate_pairs(struct tensor x, int64_t t, int64_t c0, int64_t half, const float *cosine,
+			 const float *sine)
 {
 	float a[RUN];
 
@@ -160,7 +168,8 @@ void cpu_rope(struct device *d, struct tensor x, int heads, const struct rope *r
 		return;
 #pragma omp parallel num_threads(d->threads)
 	{
-		float *cosine = (float *)cpu_of(d)->own[omp_get_thread_num()].p, *sine = cosine + half;
+		float *cosine = (float *)cpu_of(d)->own[omp_get_thread_num()].p,
+		      *sine = cosine + half;
 
 #pragma omp for schedule(static)
 		for (int64_t t = 0; t < x.rows; t++) {
@@ -176,7 +185,8 @@ void cpu_rope(struct device *d, struct tensor x, int heads, const struct rope *r
 				if (r->layout == ROPE_HALF)
 					rotate_half(x, t, h * head + r->offset, half, cosine, sine);
 				else
-					rotate_pairs(x, t, h * head + r->offset, half, cosine, sine);
+					rotate_pairs(x, t, h * head + r->offset, half, cosine,
+						     sine);
 		}
 	}
 }
@@ -201,7 +211,10 @@ static void act_run(float *a, const float *g, const float *u, const struct act *
 		break;
 	case ACT_GELU_TANH:
 		for (int64_t i = 0; i < n; i++)
-			a[i] = 0.5f * g[i] * (1.0f + tanh_of(0.797884561f * (g[i] + 0.044715f * g[i] * g[i] * g[i]))) * u[i];
+			a[i] = 0.5f * g[i] *
+			       (1.0f +
+				tanh_of(0.797884561f * (g[i] + 0.044715f * g[i] * g[i] * g[i]))) *
+			       u[i];
 		break;
 	case ACT_SITU:
 		for (int64_t i = 0; i < n; i++)
@@ -210,7 +223,8 @@ static void act_run(float *a, const float *g, const float *u, const struct act *
 	}
 }
 
-void cpu_act_row(float *a, const void *g, const void *u, enum dtype d, const struct act *act, int64_t n)
+void cpu_act_row(float *a, const void *g, const void *u, enum dtype d, const struct act *act,
+		 int64_t n)
 {
 	float g32[RUN], u32[RUN];
 
@@ -234,7 +248,8 @@ void cpu_gate(struct device *d, struct tensor out, struct tensor x, const struct
 		float a32[RUN];
 
 		for (int64_t c = 0; c < half; c += RUN) {
-			cpu_act_row(a32, ref_at(x, t, c), ref_at(x, t, half + c), x.dtype, a, run_at(c, half));
+			cpu_act_row(a32, ref_at(x, t, c), ref_at(x, t, half + c), x.dtype, a,
+				    run_at(c, half));
 			run_save(ref_at(out, t, c), out.dtype, a32, run_at(c, half));
 		}
 	}
@@ -260,7 +275,8 @@ void cpu_add(struct device *d, struct tensor x, struct tensor y)
 	}
 }
 
-void cpu_route(struct device *d, struct tensor ids, struct tensor weights, struct tensor logits, const struct router *r)
+void cpu_route(struct device *d, struct tensor ids, struct tensor weights, struct tensor logits,
+	       const struct router *r)
 {
 	if (!ref_good(d) || !cpu_own(d, 2 * (size_t)r->experts * sizeof(float)))
 		return;
@@ -270,6 +286,7 @@ void cpu_route(struct device *d, struct tensor ids, struct tensor weights, struc
 
 #pragma omp for schedule(static)
 		for (int64_t t = 0; t < logits.rows; t++)
-			ref_route_row(ref_at(ids, t, 0), ref_at(weights, t, 0), ref_at(logits, t, 0), r, work);
+			ref_route_row(ref_at(ids, t, 0), ref_at(weights, t, 0),
+				      ref_at(logits, t, 0), r, work);
 	}
 }

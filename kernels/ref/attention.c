@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Causal attention of each query head over the keys of its own row of data. q, k and v are rounded to the compute dtype; ref keeps the
- * probabilities exact, faster backends may round the unnormalised ones to the compute dtype.
+ * Causal attention of each query head over the keys of its own row of data. q, k and v are rounded
+ * to the compute dtype; ref keeps the probabilities exact, faster backends may round the
+ * unnormalised ones to the compute dtype.
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
@@ -60,7 +61,8 @@ static void one_query(const struct query *s, struct tensor out)
 		double sum = 0;
 
 		for (int64_t j = 0; j < s->n; j++)
-			sum += s->p[j] * ref_round(ref_get(s->v, s->key + j, kv * w + c), s->compute);
+			sum += s->p[j] *
+			       ref_round(ref_get(s->v, s->key + j, kv * w + c), s->compute);
 		ref_set(out, s->token, s->head * w + c, (float)sum);
 	}
 }
@@ -68,7 +70,8 @@ static void one_query(const struct query *s, struct tensor out)
 static void one_piece(struct query *s, struct tensor out, const struct piece *piece)
 {
 	for (int64_t i = 0; i < piece->count; i++) {
-		int64_t end = piece->first + i + 1, begin = s->a->window && end > s->a->window ? end - s->a->window : 0;
+		int64_t end = piece->first + i + 1,
+			begin = s->a->window && end > s->a->window ? end - s->a->window : 0;
 
 		if (end > piece->kv_count)
 			end = piece->kv_count;
@@ -80,8 +83,8 @@ static void one_piece(struct query *s, struct tensor out, const struct piece *pi
 	}
 }
 
-void ref_attention(struct device *d, struct tensor out, struct tensor q, struct tensor k, struct tensor v,
-		   const struct attention *a, const struct piece *pieces, int n)
+void ref_attention(struct device *d, struct tensor out, struct tensor q, struct tensor k,
+		   struct tensor v, const struct attention *a, const struct piece *pieces, int n)
 {
 	struct query s = { .q = q, .k = k, .v = v, .a = a, .compute = d->compute };
 

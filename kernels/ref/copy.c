@@ -23,7 +23,8 @@ void ref_store(struct device *d, void *dst, enum dtype to, int64_t dst_ld, struc
 	if (!ref_good(d))
 		return;
 	for (int64_t t = 0; t < x.rows; t++)
-		dtype_convert((char *)dst + (size_t)(t * dst_ld) * dtype_size(to), to, ref_at(x, t, 0), x.dtype, (size_t)x.cols);
+		dtype_convert((char *)dst + (size_t)(t * dst_ld) * dtype_size(to), to,
+			      ref_at(x, t, 0), x.dtype, (size_t)x.cols);
 }
 
 static int64_t load_integer(const char *src, enum dtype d, int64_t i)
@@ -41,7 +42,8 @@ static void integers(char *dst, enum dtype to, const char *src, enum dtype from,
 }
 
 /* n numbers, rounded to the unit's dtype first, whatever `to` can hold. */
-static void numbers(char *dst, enum dtype to, const char *src, enum dtype from, enum dtype unit, int64_t n)
+static void numbers(char *dst, enum dtype to, const char *src, enum dtype from, enum dtype unit,
+		    int64_t n)
 {
 	if (unit != DT_BF16 || to == DT_BF16) {
 		dtype_convert(dst, to, src, from, (size_t)n);
@@ -66,10 +68,13 @@ void ref_rows(struct device *d, struct tensor out, const struct weight *table, s
 			char *dst = ref_at(out, t, k * table->cols);
 
 			if (id < 0 || id >= table->rows)
-				err_refuse(&d->err, "row id %d is outside a table of %lld rows", id, (long long)table->rows);
+				err_refuse(&d->err, "row id %d is outside a table of %lld rows", id,
+					   (long long)table->rows);
 			else if (dtype_is_float(w->dtype))
-				numbers(dst, out.dtype, w->data + (size_t)id * row, w->dtype, ref_operand(table, d->compute), table->cols);
+				numbers(dst, out.dtype, w->data + (size_t)id * row, w->dtype,
+					ref_operand(table, d->compute), table->cols);
 			else
-				integers(dst, out.dtype, w->data + (size_t)id * row, w->dtype, table->cols);
+				integers(dst, out.dtype, w->data + (size_t)id * row, w->dtype,
+					 table->cols);
 		}
 }

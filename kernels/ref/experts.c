@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Routed experts. gate and up stay in F32; the activation, with the slot's weight unless that comes after down, is rounded once as operand of
- * down; down's output is F32 and the sum over slots runs in F32, in slot order.
+ * Routed experts. gate and up stay in F32; the activation, with the slot's weight unless that comes
+ * after down, is rounded once as operand of down; down's output is F32 and the sum over slots runs
+ * in F32, in slot order.
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
@@ -23,7 +24,9 @@ static void product(float *out, const float *x, const struct weight *w, int64_t 
 		double sum = 0;
 
 		for (int64_t c = 0; c < w->cols; c++)
-			sum += (double)x[c] * ref_load(m + (size_t)(n * w->cols + c) * dtype_size(h->dtype), h->dtype);
+			sum += (double)x[c] *
+			       ref_load(m + (size_t)(n * w->cols + c) * dtype_size(h->dtype),
+					h->dtype);
 		out[n] = (float)sum;
 	}
 }
@@ -32,7 +35,8 @@ struct work {
 	float *x, *gate_up, *down;	/* [Hin or I], [2I], [Hout] */
 };
 
-static void one_slot(struct tensor sum, int64_t t, const struct experts *ex, int64_t index, float weight, const struct work *w)
+static void one_slot(struct tensor sum, int64_t t, const struct experts *ex, int64_t index,
+		     float weight, const struct work *w)
 {
 	int64_t I = ex->down->cols;
 
@@ -40,15 +44,18 @@ static void one_slot(struct tensor sum, int64_t t, const struct experts *ex, int
 	for (int64_t c = 0; c < I; c++) {
 		float a = ref_act(&ex->act, w->gate_up[c], w->gate_up[I + c]);
 
-		w->gate_up[c] = ref_round(ex->weight_after_down ? a : a * weight, ref_of(ex->down)->dtype);
+		w->gate_up[c] =
+			ref_round(ex->weight_after_down ? a : a * weight, ref_of(ex->down)->dtype);
 	}
 	product(w->down, w->gate_up, ex->down, index);
 	for (int64_t c = 0; c < ex->down->rows; c++)
-		ref_set(sum, t, c, ref_get(sum, t, c) + (ex->weight_after_down ? w->down[c] * weight : w->down[c]));
+		ref_set(sum, t, c,
+			ref_get(sum, t, c) +
+				(ex->weight_after_down ? w->down[c] * weight : w->down[c]));
 }
 
-void ref_experts(struct device *d, struct tensor sum, struct tensor x, struct tensor ids, struct tensor weights,
-		 const struct experts *ex, bool add)
+void ref_experts(struct device *d, struct tensor sum, struct tensor x, struct tensor ids,
+		 struct tensor weights, const struct experts *ex, bool add)
 {
 	struct work w = { NULL, NULL, NULL };
 

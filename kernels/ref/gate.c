@@ -26,7 +26,8 @@ static double at_least(double x, double limit)
 
 static double gelu_tanh(double g)
 {
-	return 0.5 * g * (1 + tanh(0.79788456080286535588 * (g + 0.044715 * g * g * g)));	/* sqrt(2 / pi) */
+	/* sqrt(2 / pi) */
+	return 0.5 * g * (1 + tanh(0.79788456080286535588 * (g + 0.044715 * g * g * g)));
 }
 
 float ref_act(const struct act *a, float gate, float up)
@@ -44,7 +45,8 @@ float ref_act(const struct act *a, float gate, float up)
 	case ACT_SITU:
 		break;
 	}
-	return (float)(beta * tanh(g / beta) * sigmoid(g) * (linear != 0 ? linear * tanh(u / linear) : u));
+	return (float)(beta * tanh(g / beta) * sigmoid(g) *
+		       (linear != 0 ? linear * tanh(u / linear) : u));
 }
 
 void ref_gate(struct device *d, struct tensor out, struct tensor x, const struct act *a)

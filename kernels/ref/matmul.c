@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Matrix products. Operands are rounded to the operand dtype; the sum, bias and addition are exact to one F32 rounding. */
+/*
+ * Matrix products. Operands are rounded to the operand dtype; the sum, bias and addition are exact
+ * to one F32 rounding.
+ */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
 #endif
@@ -22,7 +25,8 @@ static double dot(const float *x, const char *w, enum dtype d, int64_t n)
 	return sum;
 }
 
-void ref_matmul(struct device *d, struct tensor out, struct tensor x, const struct weight *w, const struct weight *bias, bool add)
+void ref_matmul(struct device *d, struct tensor out, struct tensor x, const struct weight *w,
+		const struct weight *bias, bool add)
 {
 	const struct ref_weight *h = ref_of(w);
 	size_t row = (size_t)w->cols * dtype_size(h->dtype);

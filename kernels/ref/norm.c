@@ -8,7 +8,8 @@
 
 #include "ref.h"
 
-void ref_norm(struct device *d, struct tensor out, struct tensor x, const struct weight *w, float eps, int64_t width)
+void ref_norm(struct device *d, struct tensor out, struct tensor x, const struct weight *w,
+	      float eps, int64_t width)
 {
 	if (!ref_good(d))
 		return;
@@ -20,7 +21,9 @@ void ref_norm(struct device *d, struct tensor out, struct tensor x, const struct
 				sum += (double)ref_get(x, t, c0 + c) * ref_get(x, t, c0 + c);
 			r = 1 / sqrt(sum / (double)width + eps);
 			for (int64_t c = 0; c < width; c++)
-				ref_set(out, t, c0 + c, (float)(ref_get(x, t, c0 + c) * r * (w ? ref_vector(w)[c] : 1)));
+				ref_set(out, t, c0 + c,
+					(float)(ref_get(x, t, c0 + c) * r *
+						(w ? ref_vector(w)[c] : 1)));
 		}
 	}
 }

@@ -1,17 +1,21 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * ref: what every verb means, in plain scalar C. Sums run in double and are rounded to F32 once, so that ref is the oracle of the
- * faster backends; then results are rounded once to the dtype they are stored in.
+ * ref: what every verb means, in plain scalar C. Sums run in double and are rounded to F32 once, so
+ * that ref is the oracle of the faster backends; then results are rounded once to the dtype they
+ * are stored in.
  *
- * Other backends may fall back to these functions: tensors are host memory here, and weights that are no products have the layout
- * of struct ref_weight in all CPU backends.
+ * Other backends may fall back to these functions: tensors are host memory here, and weights that
+ * are no products have the layout of struct ref_weight in all CPU backends.
  */
 #ifndef DSPARK_REF_H
 #define DSPARK_REF_H
 
 #include "kernels.h"
 
-/* The handle of a weight: [count, rows, cols] packed. F32 for vectors, the operand dtype for products, the file's for tables. */
+/*
+ * The handle of a weight: [count, rows, cols] packed. F32 for vectors, the operand dtype for
+ * products, the file's for tables.
+ */
 struct ref_weight {
 	enum dtype dtype;
 	char data[] __attribute__((aligned(64)));
@@ -95,7 +99,8 @@ static inline bool ref_good(const struct device *d)
 float ref_act(const struct act *a, float g, float u);
 
 /* One token's choice; `work` has room for 2 * experts floats. */
-void ref_route_row(int32_t *ids, float *weights, const float *logits, const struct router *r, float *work);
+void ref_route_row(int32_t *ids, float *weights, const float *logits, const struct router *r,
+		   float *work);
 
 void *ref_alloc(struct device *d, size_t bytes, struct err *e);
 void ref_free(struct device *d, void *p);
@@ -103,20 +108,24 @@ int ref_sync(struct device *d, struct err *e);
 void ref_upload(struct device *d, struct tensor out, const void *src);
 void ref_store(struct device *d, void *dst, enum dtype to, int64_t dst_ld, struct tensor x);
 int ref_weight_alloc(struct device *d, struct weight *w, struct err *e);
-int ref_weight_fill(struct device *d, struct weight *w, int64_t index, int64_t row0, int64_t n, const void *src,
-		    enum dtype from, const void *scales, struct err *e);
+int ref_weight_fill(struct device *d, struct weight *w, int64_t index, int64_t row0, int64_t n,
+		    const void *src, enum dtype from, const void *scales, struct err *e);
 int ref_weight_ready(struct device *d, struct weight *w, struct err *e);
 void ref_weight_free(struct device *d, struct weight *w);
 void ref_rows(struct device *d, struct tensor out, const struct weight *table, struct tensor ids);
-void ref_matmul(struct device *d, struct tensor out, struct tensor x, const struct weight *w, const struct weight *bias, bool add);
-void ref_norm(struct device *d, struct tensor out, struct tensor x, const struct weight *w, float eps, int64_t width);
-void ref_rope(struct device *d, struct tensor x, int heads, const struct rope *r, struct tensor pos);
-void ref_attention(struct device *d, struct tensor out, struct tensor q, struct tensor k, struct tensor v,
-		   const struct attention *a, const struct piece *pieces, int n);
+void ref_matmul(struct device *d, struct tensor out, struct tensor x, const struct weight *w,
+		const struct weight *bias, bool add);
+void ref_norm(struct device *d, struct tensor out, struct tensor x, const struct weight *w,
+	      float eps, int64_t width);
+void ref_rope(struct device *d, struct tensor x, int heads, const struct rope *r,
+	      struct tensor pos);
+void ref_attention(struct device *d, struct tensor out, struct tensor q, struct tensor k,
+		   struct tensor v, const struct attention *a, const struct piece *pieces, int n);
 void ref_gate(struct device *d, struct tensor out, struct tensor x, const struct act *a);
 void ref_add(struct device *d, struct tensor x, struct tensor y);
-void ref_route(struct device *d, struct tensor ids, struct tensor weights, struct tensor logits, const struct router *r);
-void ref_experts(struct device *d, struct tensor sum, struct tensor x, struct tensor ids, struct tensor weights,
-		 const struct experts *ex, bool add);
+void ref_route(struct device *d, struct tensor ids, struct tensor weights, struct tensor logits,
+	       const struct router *r);
+void ref_experts(struct device *d, struct tensor sum, struct tensor x, struct tensor ids,
+		 struct tensor weights, const struct experts *ex, bool add);
 
 #endif

@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Rotary positions. The angle is the F32 product, as references compute it: at large positions its rounding is part of the model. */
+/*
+ * Rotary positions. The angle is the F32 product, as references compute it: at large positions its
+ * rounding is part of the model.
+ */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
 #endif
@@ -25,7 +28,8 @@ void ref_rope(struct device *d, struct tensor x, int heads, const struct rope *r
 	for (int64_t t = 0; t < x.rows; t++) {
 		for (int64_t j = 0; j < half; j++) {
 			float angle = (float)ref_id(pos, t, 0) * ref_vector(r->freq)[j];
-			float cosine = cosf(angle) * r->scale, sine = sinf(r->inverse ? -angle : angle) * r->scale;
+			float cosine = cosf(angle) * r->scale,
+			      sine = sinf(r->inverse ? -angle : angle) * r->scale;
 			int64_t c0 = r->offset + (r->layout == ROPE_HALF ? j : 2 * j);
 			int64_t c1 = r->layout == ROPE_HALF ? c0 + half : c0 + 1;
 

@@ -31,7 +31,10 @@ static void scores(float *s, const float *logits, int n, enum router_score kind)
 	}
 }
 
-/* Index of the largest of v[0..n) that `taken` does not mark, ties to the lowest; NaN only where nothing else is left. */
+/*
+ * Index of the largest of v[0..n) that `taken` does not mark, ties to the lowest; NaN only where
+ * nothing else is left.
+ */
 static int largest(const float *v, int n, const unsigned char *taken)
 {
 	int best = -1;
@@ -82,10 +85,12 @@ static void weigh(float *weights, const int32_t *ids, const float *from, const s
 	for (int i = 0; i < r->k; i++)
 		sum += from[ids[i]];
 	for (int i = 0; i < r->k; i++)
-		weights[i] = (float)((r->renormalise ? from[ids[i]] / sum : from[ids[i]]) * r->scale);
+		weights[i] =
+			(float)((r->renormalise ? from[ids[i]] / sum : from[ids[i]]) * r->scale);
 }
 
-void ref_route_row(int32_t *ids, float *weights, const float *logits, const struct router *r, float *work)
+void ref_route_row(int32_t *ids, float *weights, const float *logits, const struct router *r,
+		   float *work)
 {
 	float *s = work, *c = work + r->experts;
 	unsigned char taken[r->experts];
@@ -106,7 +111,8 @@ void ref_route_row(int32_t *ids, float *weights, const float *logits, const stru
 	weigh(weights, ids, r->weigh_choice ? c : s, r);
 }
 
-void ref_route(struct device *d, struct tensor ids, struct tensor weights, struct tensor logits, const struct router *r)
+void ref_route(struct device *d, struct tensor ids, struct tensor weights, struct tensor logits,
+	       const struct router *r)
 {
 	float *work;
 
@@ -116,6 +122,7 @@ void ref_route(struct device *d, struct tensor ids, struct tensor weights, struc
 	if (!work)
 		return;
 	for (int64_t t = 0; t < logits.rows; t++)
-		ref_route_row(ref_at(ids, t, 0), ref_at(weights, t, 0), ref_at(logits, t, 0), r, work);
+		ref_route_row(ref_at(ids, t, 0), ref_at(weights, t, 0), ref_at(logits, t, 0), r,
+			      work);
 	free(work);
 }

@@ -27,16 +27,21 @@ static enum dtype kept_as(const struct weight *w, enum dtype compute)
 int ref_weight_alloc(struct device *d, struct weight *w, struct err *e)
 {
 	enum dtype kept = kept_as(w, d->compute);
-	int64_t bytes = mem_mul(mem_mul(mem_mul(w->count, w->rows), w->cols), (int64_t)dtype_size(kept));
+	int64_t bytes =
+		mem_mul(mem_mul(mem_mul(w->count, w->rows), w->cols), (int64_t)dtype_size(kept));
 	struct ref_weight *h;
 
 	if (w->quant)
-		return err_refuse(e, "packed weights are not supported by this backend: use a checkpoint in bf16 or fp32");
+		return err_refuse(e, "packed weights are not supported by this backend: use a "
+				     "checkpoint in bf16 or fp32");
 	if (w->use != USE_RAW && !dtype_is_float(w->stored))
-		return err_refuse(e, "a weight stored as %s cannot be used as numbers", dtype_name(w->stored));
+		return err_refuse(e, "a weight stored as %s cannot be used as numbers",
+				  dtype_name(w->stored));
 	if (bytes < 0)
-		return err_fail(e, "a weight of %lld x %lld x %lld elements is larger than the address space", (long long)w->count,
-				(long long)w->rows, (long long)w->cols);
+		return err_fail(
+			e,
+			"a weight of %lld x %lld x %lld elements is larger than the address space",
+			(long long)w->count, (long long)w->rows, (long long)w->cols);
 	h = mem_aligned(sizeof *h + (size_t)bytes, e);
 	if (!h)
 		return -1;
@@ -53,19 +58,24 @@ static void round_all(float *p, int64_t n, enum dtype d)
 		p[i] = ref_round(p[i], d);
 }
 
-int ref_weight_fill(struct device *d, struct weight *w, int64_t index, int64_t row0, int64_t n, const void *src,
-		    enum dtype from, const void *scales, struct err *e)
+int ref_weight_fill(struct device *d, struct weight *w, int64_t index, int64_t row0, int64_t n,
+		    const void *src, enum dtype from, const void *scales, struct err *e)
 {
 	struct ref_weight *h = w->handle;
 	char *dst;
 
 	if (index < 0 || index >= w->count || row0 < 0 || n < 0 || n > w->rows - row0)
-		return err_fail(e, "rows %lld..%lld of matrix %lld are outside a weight of %lld x %lld rows", (long long)row0,
-				(long long)(row0 + n), (long long)index, (long long)w->count, (long long)w->rows);
+		return err_fail(
+			e,
+			"rows %lld..%lld of matrix %lld are outside a weight of %lld x %lld rows",
+			(long long)row0, (long long)(row0 + n), (long long)index,
+			(long long)w->count, (long long)w->rows);
 	if (scales)
-		return err_refuse(e, "packed weights are not supported by this backend: use a checkpoint in bf16 or fp32");
+		return err_refuse(e, "packed weights are not supported by this backend: use a "
+				     "checkpoint in bf16 or fp32");
 	if (from != h->dtype && (!dtype_is_float(from) || !dtype_is_float(h->dtype)))
-		return err_refuse(e, "a weight stored as %s cannot become %s", dtype_name(from), dtype_name(h->dtype));
+		return err_refuse(e, "a weight stored as %s cannot become %s", dtype_name(from),
+				  dtype_name(h->dtype));
 	dst = h->data + (size_t)((index * w->rows + row0) * w->cols) * dtype_size(h->dtype);
 	dtype_convert(dst, h->dtype, src, from, (size_t)(n * w->cols));
 	if (w->use == USE_VECTOR)

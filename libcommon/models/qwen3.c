@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Qwen3 and Qwen3-MoE: pre-norm decoder with grouped-query attention, RMS-normed q and k, half-split RoPE, SwiGLU or routed
- * SwiGLU experts. Reference: nemo_automodel components/models/qwen3/model.py and components/models/qwen3_moe/{model,layers}.py;
- * with target_force_hf transformers' classes, which differ in YaRN, sliding windows and where an expert's weight multiplies.
+ * Qwen3 and Qwen3-MoE: pre-norm decoder with grouped-query attention, RMS-normed q and k,
+ * half-split RoPE, SwiGLU or routed SwiGLU experts. Reference: nemo_automodel
+ * components/models/qwen3/model.py and components/models/qwen3_moe/{model,layers}.py; with
+ * target_force_hf transformers' classes, which differ in YaRN, sliding windows and where an
+ * expert's weight multiplies.
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
@@ -26,12 +28,12 @@ struct layer {
 	struct weight qkv, qkv_bias;			/* [(nq + 2 nkv) D, H], the same rows */
 	struct weight q_norm, k_norm;			/* [D] */
 	struct weight o, o_bias;			/* [H, nq D], [H] */
-	struct weight gate_up, down;			/* [2I, H], [H, I]; with moe [E, 2I, H], [E, H, I] */
+	struct weight gate_up, down;	/* [2I, H], [H, I]; with moe [E, 2I, H], [E, H, I] */
 	struct weight router;				/* [E, H] */
 };
 
 struct qwen3 {
-	int64_t H, I, V, L;				/* hidden, dense intermediate, vocabulary, layers */
+	int64_t H, I, V, L;			/* hidden, dense intermediate, vocabulary, layers */
 	int64_t nq, nkv, D;				/* query heads, kv heads, head width */
 	int64_t E, K, expert_I;				/* experts, chosen, their intermediate */
 	int64_t window;					/* of sliding layers */
@@ -43,7 +45,7 @@ struct qwen3 {
 	struct layer *layer;				/* [L] */
 };
 
-/* ---- config.json ---------------------------------------------------------------------------------------------------- */
+/* ---- config.json ----------------------------------------------------------------------------- */
 
 static int size_key(const json_t *c, const char *key, int64_t *out, struct err *e)
 {
@@ -65,11 +67,15 @@ static int size_key_or(const json_t *c, const char *key, int64_t def, int64_t *o
 static int read_sizes(struct qwen3 *q, const json_t *c, struct err *e)
 {
 	if (size_key(c, "hidden_size", &q->H, e) || size_key(c, "vocab_size", &q->V, e) ||
-	    size_key(c, "num_hidden_layers", &q->L, e) || size_key(c, "num_attention_heads", &q->nq, e) ||
+	    size_key(c, "num_hidden_layers", &q->L, e) ||
+	    size_key(c, "num_attention_heads", &q->nq, e) ||
 	    size_key(c, "intermediate_size", &q->I, e))
 		return -1;
 	/* An explicit null means "as many as query heads" for the dense model. */
-	if (size_key_or(c, "num_key_value_heads", q->moe_type ? 4 : json_object_get(c, "num_key_value_heads") ? q->nq : 32,
+	if (size_key_or(c, "num_key_value_heads",
+			q->moe_type                                 ? 4
+			: json_object_get(c, "num_key_value_heads") ? q->nq
+								    : 32,
 			&q->nkv, e) ||
 	    size_key_or(c, "head_dim", q->moe_type ? q->H / q->nq : 128, &q->D, e) ||
 	    json_real_or(c, CONFIG, "rms_norm_eps", 1e-6, &q->eps, e) ||
@@ -77,13 +83,20 @@ static int read_sizes(struct qwen3 *q, const json_t *c, struct err *e)
 	    json_bool_or(c, CONFIG, "tie_word_embeddings", false, &q->tied, e))
 		return -1;
 	if (q->nq % q->nkv)
-		return err_refuse(e, CONFIG ": num_attention_heads (%lld) is not a multiple of num_key_value_heads (%lld)",
+		return err_refuse(e,
+				  CONFIG ": num_attention_heads (%lld) is not a multiple of "
+					 "num_key_value_heads (%lld)",
 				  (long long)q->nq, (long long)q->nkv);
 	if (q->D < 2 || q->D % 2)
-		return err_refuse(e, CONFIG ": head_dim is %lld, but rotary embedding needs an even width", (long long)q->D);
+		return err_refuse(e,
+				  CONFIG
+				  ": head_dim is %lld, but rotary embedding needs an even width",
+				  (long long)q->D);
 	if (q->moe_type && q->tied && !q->force_hf)
-		return err_refuse(e, CONFIG ": tie_word_embeddings is not supported for qwen3_moe; set "
-				  "recipe_args.target_force_hf: true if the checkpoint really is tied");
+		return err_refuse(
+			e, CONFIG
+			": tie_word_embeddings is not supported for qwen3_moe; set "
+			"recipe_args.target_force_hf: true if the checkpoint really is tied");
 	return 0;
 }
 
@@ -95,12 +108,16 @@ static int read_experts(struct qwen3 *q, const json_t *c, struct err *e)
 		return -1;
 	if (q->E < 0 || q->E > 1 << 20)
 		return err_refuse(e, CONFIG ": '%s' is %lld", key, (long long)q->E);
-	if (size_key_or(c, "num_experts_per_tok", 8, &q->K, e) || size_key_or(c, "moe_intermediate_size", 768, &q->expert_I, e) ||
+	if (size_key_or(c, "num_experts_per_tok", 8, &q->K, e) ||
+	    size_key_or(c, "moe_intermediate_size", 768, &q->expert_I, e) ||
 	    json_bool_or(c, CONFIG, "norm_topk_prob", false, &q->renormalise, e))
 		return -1;
 	if (q->E && q->K > q->E)
-		return err_refuse(e, CONFIG ": num_experts_per_tok (%lld) is larger than the number of experts (%lld)", (long long)q->K,
-				  (long long)q->E);
+		return err_refuse(
+			e,
+			CONFIG
+			": num_experts_per_tok (%lld) is larger than the number of experts (%lld)",
+			(long long)q->K, (long long)q->E);
 	/* The default class leaves a single probability as it is; transformers makes it 1. */
 	q->renormalise = q->renormalise && (q->K > 1 || q->force_hf);
 	return 0;
@@ -128,16 +145,22 @@ static int mark_moe(struct qwen3 *q, const json_t *c, struct err *e)
 static int mark_listed(struct qwen3 *q, const json_t *types, bool use, struct err *e)
 {
 	if ((int64_t)json_array_size(types) != q->L)
-		return err_refuse(e, CONFIG ": layer_types has %zu entries for %lld layers", json_array_size(types), (long long)q->L);
+		return err_refuse(e, CONFIG ": layer_types has %zu entries for %lld layers",
+				  json_array_size(types), (long long)q->L);
 	for (int64_t i = 0; i < q->L; i++) {
 		const char *type = json_string_value(json_array_get(types, (size_t)i));
 
 		if (type && !strcmp(type, "sliding_attention"))
 			q->layer[i].sliding = true;
 		else if (!type || strcmp(type, "full_attention"))
-			return err_refuse(e, CONFIG ": layer_types[%lld] is neither full_attention nor sliding_attention", (long long)i);
+			return err_refuse(e,
+					  CONFIG ": layer_types[%lld] is neither full_attention "
+						 "nor sliding_attention",
+					  (long long)i);
 		if (q->layer[i].sliding && !use)
-			return err_refuse(e, CONFIG ": layer_types[%lld] is sliding_attention, but use_sliding_window is false",
+			return err_refuse(e,
+					  CONFIG ": layer_types[%lld] is sliding_attention, but "
+						 "use_sliding_window is false",
 					  (long long)i);
 	}
 	return 0;
@@ -153,12 +176,16 @@ static int mark_sliding(struct qwen3 *q, const json_t *c, struct err *e)
 	    json_int_or(c, CONFIG, "max_window_layers", 28, &first, e))
 		return -1;
 	q->window = 0;
-	if (use && !(json_object_get(c, "sliding_window") && json_is_null(json_object_get(c, "sliding_window"))) &&
+	if (use &&
+	    !(json_object_get(c, "sliding_window") &&
+	      json_is_null(json_object_get(c, "sliding_window"))) &&
 	    size_key_or(c, "sliding_window", 4096, &q->window, e))
 		return -1;
 	if (q->moe_type) {
 		if (use && !q->force_hf)
-			return err_refuse(e, CONFIG ": use_sliding_window is true, which the reference's qwen3_moe ignores; set it to false, or "
+			return err_refuse(e, CONFIG
+					  ": use_sliding_window is true, which the reference's "
+					  "qwen3_moe ignores; set it to false, or "
 					  "recipe_args.target_force_hf: true to slide every layer");
 		for (int64_t i = 0; i < q->L; i++)
 			q->layer[i].sliding = q->window > 0;
@@ -174,24 +201,33 @@ static int mark_sliding(struct qwen3 *q, const json_t *c, struct err *e)
 /* The keys without which transformers refuses a rope type, in any class. */
 static int require_keys(const json_t *p, const char *type, struct err *e)
 {
-	static const struct { const char *type, *key; } required[] = {
-		{ "linear", "factor" }, { "dynamic", "factor" }, { "yarn", "factor" }, { "llama3", "factor" },
-		{ "llama3", "low_freq_factor" }, { "llama3", "high_freq_factor" },
-		{ "longrope", "short_factor" }, { "longrope", "long_factor" },
+	static const struct { const char *type, *key;
+	} required[] = {
+		{ "linear", "factor" },
+		{ "dynamic", "factor" },
+		{ "yarn", "factor" },
+		{ "llama3", "factor" },
+		{ "llama3", "low_freq_factor" },
+		{ "llama3", "high_freq_factor" },
+		{ "longrope", "short_factor" },
+		{ "longrope", "long_factor" },
 	};
 
 	for (size_t i = 0; i < sizeof required / sizeof *required; i++)
 		if (!strcmp(type, required[i].type) && !json_object_get(p, required[i].key))
-			return err_refuse(e, CONFIG ": rope type '%s' needs '%s'", type, required[i].key);
+			return err_refuse(e, CONFIG ": rope type '%s' needs '%s'", type,
+					  required[i].key);
 	return 0;
 }
 
 /*
- * The types that transformers fills original_max_position_embeddings in for: with max_position_embeddings where the object has none. One
- * at the top level of the file comes late, when transformers' functions compute frequencies, and then wins: the default classes call these
+ * The types that transformers fills original_max_position_embeddings in for: with
+ * max_position_embeddings where the object has none. One at the top level of the file comes late,
+ * when transformers' functions compute frequencies, and then wins: the default classes call these
  * for yarn and longrope of the dense model only.
  */
-static void fill_original(json_t *p, const json_t *c, const char *type, bool late, double max_positions)
+static void fill_original(json_t *p, const json_t *c, const char *type, bool late,
+			  double max_positions)
 {
 	const char *key = "original_max_position_embeddings";
 
@@ -203,10 +239,15 @@ static void fill_original(json_t *p, const json_t *c, const char *type, bool lat
 		json_object_set_new(p, key, json_real(max_positions));
 }
 
-/* One flat object whatever the layout, rope_scaling or rope_parameters, with rope_type and what transformers fills in. */
-static json_t *standard_rope(const struct qwen3 *q, const json_t *c, double *theta, double *max_positions, struct err *e)
+/*
+ * One flat object whatever the layout, rope_scaling or rope_parameters, with rope_type and what
+ * transformers fills in.
+ */
+static json_t *standard_rope(const struct qwen3 *q, const json_t *c, double *theta,
+			     double *max_positions, struct err *e)
 {
-	const json_t *given = json_has(c, "rope_scaling") ? json_object_get(c, "rope_scaling") : json_object_get(c, "rope_parameters");
+	const json_t *given = json_has(c, "rope_scaling") ? json_object_get(c, "rope_scaling")
+							  : json_object_get(c, "rope_parameters");
 	json_t *p = json_is_object(given) ? json_copy((json_t *)given) : json_object();
 	const char *type;
 	double partial;
@@ -215,19 +256,23 @@ static json_t *standard_rope(const struct qwen3 *q, const json_t *c, double *the
 		err_fail(e, "out of memory");
 		return NULL;
 	}
-	if (json_real_or(c, CONFIG, "rope_theta", 10000, theta, e) || json_real_or(p, CONFIG, "rope_theta", *theta, theta, e) ||
+	if (json_real_or(c, CONFIG, "rope_theta", 10000, theta, e) ||
+	    json_real_or(p, CONFIG, "rope_theta", *theta, theta, e) ||
 	    json_real_or(c, CONFIG, "max_position_embeddings", 32768, max_positions, e) ||
 	    json_real_or(c, CONFIG, "partial_rotary_factor", 1, &partial, e) ||
 	    json_real_or(p, CONFIG, "partial_rotary_factor", partial, &partial, e) ||
-	    json_str_or(p, CONFIG, "type", "default", &type, e) || json_str_or(p, CONFIG, "rope_type", type, &type, e) ||
-	    require_keys(p, type, e))
+	    json_str_or(p, CONFIG, "type", "default", &type, e) ||
+	    json_str_or(p, CONFIG, "rope_type", type, &type, e) || require_keys(p, type, e))
 		goto bad;
 	if (partial != 1 || !(*theta > 1)) {
-		err_refuse(e, CONFIG ": %s", partial != 1 ? "partial_rotary_factor is not supported for Qwen3" : "rope_theta must exceed 1");
+		err_refuse(e, CONFIG ": %s",
+			   partial != 1 ? "partial_rotary_factor is not supported for Qwen3"
+					: "rope_theta must exceed 1");
 		goto bad;
 	}
 	json_object_set_new(p, "rope_type", json_string(type));
-	fill_original(p, c, type, q->force_hf || (!q->moe_type && strcmp(type, "llama3")), *max_positions);
+	fill_original(p, c, type, q->force_hf || (!q->moe_type && strcmp(type, "llama3")),
+		      *max_positions);
 	return p;
 bad:
 	json_decref(p);
@@ -235,16 +280,19 @@ bad:
 }
 
 /*
- * The default MoE class has a YaRN of its own: on whenever factor > 1 whatever the type says, bounds neither rounded nor clamped, the
- * multiplier always 0.1 ln(factor) + 1 (components/models/gpt_oss/rope_utils.py).
+ * The default MoE class has a YaRN of its own: on whenever factor > 1 whatever the type says,
+ * bounds neither rounded nor clamped, the multiplier always 0.1 ln(factor) + 1
+ * (components/models/gpt_oss/rope_utils.py).
  */
 static int moe_yarn(struct qwen3 *q, const json_t *p, double theta, struct err *e)
 {
 	double factor, orig, slow, fast, lo, hi, half = (double)q->D / 2;
 
 	if (json_is_null(json_object_get(p, "factor")))
-		return err_refuse(e, CONFIG ": the rope scaling's factor is null, which the reference's qwen3_moe cannot run");
-	if (json_real_or(p, CONFIG, "factor", 1, &factor, e) || json_real_or(p, CONFIG, "beta_slow", 1, &slow, e) ||
+		return err_refuse(e, CONFIG ": the rope scaling's factor is null, which the "
+					    "reference's qwen3_moe cannot run");
+	if (json_real_or(p, CONFIG, "factor", 1, &factor, e) ||
+	    json_real_or(p, CONFIG, "beta_slow", 1, &slow, e) ||
 	    json_real_or(p, CONFIG, "beta_fast", 32, &fast, e) ||
 	    json_real_or(p, CONFIG, "original_max_position_embeddings", 4096, &orig, e) ||
 	    rope_frequencies(q->freq, (int)q->D, theta, NULL, 0, 0, &q->rope.scale, e))
@@ -254,8 +302,11 @@ static int moe_yarn(struct qwen3 *q, const json_t *p, double theta, struct err *
 	lo = half * log(orig / (fast * 2 * M_PI)) / log(theta);
 	hi = half * log(orig / (slow * 2 * M_PI)) / log(theta);
 	if (!(lo > 0 && lo < hi && hi < half - 1))
-		return err_refuse(e, CONFIG ": rope scaling with factor %g over %g positions has its ramp outside the head (%g to %g of %g); the "
-				  "reference cannot run it", factor, orig, lo, hi, half);
+		return err_refuse(e,
+				  CONFIG ": rope scaling with factor %g over %g positions has its "
+					 "ramp outside the head (%g to %g of %g); the "
+					 "reference cannot run it",
+				  factor, orig, lo, hi, half);
 	q->rope.scale = (float)(0.1 * log(factor) + 1);
 	for (int j = 0; j < q->D / 2; j++) {
 		float ramp = fminf(fmaxf(((float)j - (float)lo) / (float)(hi - lo), 0), 1);
@@ -277,8 +328,10 @@ static int read_rope(struct qwen3 *q, const json_t *c, int64_t seq_length, struc
 	q->rope = (struct rope){ .width = (int)q->D, .layout = ROPE_HALF, .freq = &q->freqs };
 	if (!q->freq)
 		goto out;
-	rc = q->moe_type && !q->force_hf ? moe_yarn(q, p, theta, e) :
-	     rope_frequencies(q->freq, (int)q->D, theta, p, max_positions, q->force_hf ? seq_length : 0, &q->rope.scale, e);
+	rc = q->moe_type && !q->force_hf
+		     ? moe_yarn(q, p, theta, e)
+		     : rope_frequencies(q->freq, (int)q->D, theta, p, max_positions,
+					q->force_hf ? seq_length : 0, &q->rope.scale, e);
 out:
 	json_decref(p);
 	return rc;
@@ -293,9 +346,13 @@ static int refuse_unsupported(const json_t *c, struct err *e)
 	if (strcmp(act, "silu"))
 		return err_refuse(e, CONFIG ": hidden_act '%s' is not supported (silu is)", act);
 	if (json_has(c, "quantization_config")) {
-		json_str_or(json_object_get(c, "quantization_config"), CONFIG, "quant_method", "?", &method, e);
-		return err_refuse(e, CONFIG ": the checkpoint is quantised (quant_method '%s'): packed weights are not supported in this version; "
-				  "use the BF16 checkpoint", method);
+		json_str_or(json_object_get(c, "quantization_config"), CONFIG, "quant_method", "?",
+			    &method, e);
+		return err_refuse(e,
+				  CONFIG ": the checkpoint is quantised (quant_method '%s'): "
+					 "packed weights are not supported in this version; "
+					 "use the BF16 checkpoint",
+				  method);
 	}
 	return 0;
 }
@@ -312,7 +369,8 @@ static void qwen3_release(struct target *t)
 	t->state = NULL;
 }
 
-static int qwen3_config(struct target *t, const json_t *c, const struct target_options *o, struct err *e)
+static int qwen3_config(struct target *t, const json_t *c, const struct target_options *o,
+			struct err *e)
 {
 	struct qwen3 *q = t->state = mem_calloc(1, sizeof *q, e);
 
@@ -322,21 +380,24 @@ static int qwen3_config(struct target *t, const json_t *c, const struct target_o
 	q->force_hf = o->force_hf;
 	if (o->num_hidden_layers)
 		log_warn("recipe_args.target_num_hidden_layers has no effect on %s", t->type);
-	if (refuse_unsupported(c, e) || read_sizes(q, c, e) || (q->moe_type && read_experts(q, c, e)))
+	if (refuse_unsupported(c, e) || read_sizes(q, c, e) ||
+	    (q->moe_type && read_experts(q, c, e)))
 		return -1;
 	q->layer = mem_calloc((size_t)q->L, sizeof *q->layer, e);
-	if (!q->layer || mark_moe(q, c, e) || mark_sliding(q, c, e) || read_rope(q, c, o->seq_length, e))
+	if (!q->layer || mark_moe(q, c, e) || mark_sliding(q, c, e) ||
+	    read_rope(q, c, o->seq_length, e))
 		return -1;
 	t->vocab = q->V;
 	t->hidden = q->H;
 	t->layers = q->L;
 	t->experts = q->E;
 	t->ncarry = 1;
-	t->carry[RESIDUAL] = (struct carry_spec){ "residual", DT_F32, q->H, 1, false, -1, (int)q->L };
+	t->carry[RESIDUAL] =
+		(struct carry_spec){ "residual", DT_F32, q->H, 1, false, -1, (int)q->L };
 	return 0;
 }
 
-/* ---- weights -------------------------------------------------------------------------------------------------------- */
+/* ---- weights --------------------------------------------------------------------------------- */
 
 #define LAYER "model.layers.%d."
 
@@ -377,7 +438,8 @@ static int attention_weights(struct qwen3 *q, int i, struct weight_walk *w, stru
 static int dense_weights(struct qwen3 *q, int i, struct weight_walk *w, struct err *e)
 {
 	struct layer *l = &q->layer[i];
-	struct weight_spec s = weight_matrix(&l->gate_up, UNIT_LAYER, i, q->I, q->H, LAYER "mlp.gate_proj.weight", i);
+	struct weight_spec s = weight_matrix(&l->gate_up, UNIT_LAYER, i, q->I, q->H,
+					     LAYER "mlp.gate_proj.weight", i);
 
 	weight_part_add(&s, q->I, LAYER "mlp.up_proj.weight", i);
 	if (w->visit(w, &s, e))
@@ -389,19 +451,22 @@ static int dense_weights(struct qwen3 *q, int i, struct weight_walk *w, struct e
 static int expert_weights(struct qwen3 *q, int i, struct weight_walk *w, struct err *e)
 {
 	struct layer *l = &q->layer[i];
-	struct weight_spec s = weight_matrix(&l->router, UNIT_LAYER, i, q->E, q->H, LAYER "mlp.gate.weight", i);
+	struct weight_spec s =
+		weight_matrix(&l->router, UNIT_LAYER, i, q->E, q->H, LAYER "mlp.gate.weight", i);
 
 	s.kind = WEIGHT_FP32;
 	if (w->visit(w, &s, e))
 		return -1;
-	s = weight_matrix(&l->gate_up, UNIT_EXPERTS, i, q->expert_I, q->H, LAYER "mlp.experts.{e}.gate_proj.weight", i);
+	s = weight_matrix(&l->gate_up, UNIT_EXPERTS, i, q->expert_I, q->H,
+			  LAYER "mlp.experts.{e}.gate_proj.weight", i);
 	weight_part_add(&s, q->expert_I, LAYER "mlp.experts.{e}.up_proj.weight", i);
 	s.count = q->E;
 	s.shard = SHARD_EXPERT;
 	snprintf(s.fused, sizeof s.fused, LAYER "mlp.experts.gate_up_proj", i);
 	if (w->visit(w, &s, e))
 		return -1;
-	s = weight_matrix(&l->down, UNIT_EXPERTS, i, q->H, q->expert_I, LAYER "mlp.experts.{e}.down_proj.weight", i);
+	s = weight_matrix(&l->down, UNIT_EXPERTS, i, q->H, q->expert_I,
+			  LAYER "mlp.experts.{e}.down_proj.weight", i);
 	s.count = q->E;
 	s.shard = SHARD_EXPERT;
 	snprintf(s.fused, sizeof s.fused, LAYER "mlp.experts.down_proj", i);
@@ -411,7 +476,8 @@ static int expert_weights(struct qwen3 *q, int i, struct weight_walk *w, struct 
 static int qwen3_weights(struct target *t, struct weight_walk *w, struct err *e)
 {
 	struct qwen3 *q = t->state;
-	struct weight_spec s = weight_matrix(&q->embed, UNIT_EMBED, -1, q->V, q->H, "model.embed_tokens.weight");
+	struct weight_spec s =
+		weight_matrix(&q->embed, UNIT_EMBED, -1, q->V, q->H, "model.embed_tokens.weight");
 
 	s.use = USE_TABLE;
 	s.shard = SHARD_TABLE;
@@ -427,7 +493,8 @@ static int qwen3_weights(struct target *t, struct weight_walk *w, struct err *e)
 	for (int i = 0; i < q->L; i++) {
 		if (attention_weights(q, i, w, e))
 			return -1;
-		s = weight_vector(&q->layer[i].mlp_norm, UNIT_LAYER, i, q->H, LAYER "post_attention_layernorm.weight", i);
+		s = weight_vector(&q->layer[i].mlp_norm, UNIT_LAYER, i, q->H,
+				  LAYER "post_attention_layernorm.weight", i);
 		if (w->visit(w, &s, e))
 			return -1;
 		if (q->layer[i].moe ? expert_weights(q, i, w, e) : dense_weights(q, i, w, e))
@@ -437,11 +504,12 @@ static int qwen3_weights(struct target *t, struct weight_walk *w, struct err *e)
 	if (w->visit(w, &s, e))
 		return -1;
 	/* Tied: the embedding, even where the file holds a different lm_head. */
-	s = weight_matrix(&q->head, UNIT_EXPORT, -1, q->V, q->H, "%s", q->tied ? "model.embed_tokens.weight" : "lm_head.weight");
+	s = weight_matrix(&q->head, UNIT_EXPORT, -1, q->V, q->H, "%s",
+			  q->tied ? "model.embed_tokens.weight" : "lm_head.weight");
 	return w->visit(w, &s, e);
 }
 
-/* ---- forward -------------------------------------------------------------------------------------------------------- */
+/* ---- forward --------------------------------------------------------------------------------- */
 
 static void qwen3_embed(struct target *t, struct chunk *c)
 {
@@ -472,10 +540,15 @@ static void qwen3_layer(struct target *t, int i, struct chunk *c)
 	block_gqa(c, x, h, &gqa);
 	c->dev->be->norm(c->dev, h, x, &l->mlp_norm, (float)q->eps, q->H);
 	if (l->moe) {
-		struct router router = { .experts = (int)q->E, .k = (int)q->K, .score = SCORE_SOFTMAX,
-					 .renormalise = q->renormalise, .scale = 1 };
+		struct router router = { .experts = (int)q->E,
+					 .k = (int)q->K,
+					 .score = SCORE_SOFTMAX,
+					 .renormalise = q->renormalise,
+					 .scale = 1 };
 
-		c->routed.experts = (struct experts){ .gate_up = &l->gate_up, .down = &l->down, .act = silu,
+		c->routed.experts = (struct experts){ .gate_up = &l->gate_up,
+						      .down = &l->down,
+						      .act = silu,
 						      .weight_after_down = q->force_hf };
 		block_route(c, h, &l->router, &router);
 	} else {
@@ -505,7 +578,10 @@ static void qwen3_final(struct target *t, struct chunk *c)
 	c->dev->be->norm(c->dev, c->result, c->carry[RESIDUAL], &q->norm, (float)q->eps, q->H);
 }
 
-/* The last id is the state after the final norm, as in the reference (components/speculative/dspark/target.py). */
+/*
+ * The last id is the state after the final norm, as in the reference
+ * (components/speculative/dspark/target.py).
+ */
 static int qwen3_tap(const struct target *t, int64_t id, struct tap *out, struct err *e)
 {
 	(void)e;
