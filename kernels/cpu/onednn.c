@@ -20,6 +20,9 @@
 #if DNNL_CPU_THREADING_RUNTIME != DNNL_RUNTIME_OMP && DNNL_CPU_THREADING_RUNTIME != DNNL_RUNTIME_SEQ
 #error "a oneDNN built for OpenMP or without threads is needed"
 #endif
+#ifndef _OPENMP
+#error "a compiler with OpenMP is needed: without one, configure --without-onednn"
+#endif
 
 /*
  * Memory descriptors are values in version 2 and handles in version 3: here always owned pointers.
