@@ -194,53 +194,52 @@ int cache_put(const char *dir, const char *name, int rank, const char *buf, size
  * Only dspark.json says whose shards these are: without it, files of another identity are
  * somebody's data.
  */
-static int refuse_strangers(const struct cache *c, struct err *e)
+static int refuse_strangers(const char *dir, const struct geometry *g, const char *identity,
+			    struct err *e)
 {
 	struct done_walk k = {
-		.dir = c->dir, .identity = c->identity, .g = &c->g, .shards = geometry_shards(&c->g)
+		.dir = dir, .identity = identity, .g = g, .shards = geometry_shards(g)
 	};
 
-	if (cache_each_shard(c->dir, look_done, &k, e))
+	if (cache_each_shard(dir, look_done, &k, e))
 		return -1;
 	if (k.strangers)
 		return err_refuse(e,
 				  "'%s' holds %lld shard files that are not of this cache, "
 				  "and no manifest that says whose they are: "
 				  "name an empty directory or move them away",
-				  c->dir, (long long)k.strangers);
+				  dir, (long long)k.strangers);
 	return 0;
 }
 
-static int check_state(const struct cache *c, struct cache_state *s, const struct identity *id,
-		       struct err *e)
+int cache_check(const char *dir, const struct geometry *g, const struct identity *id, struct err *e)
 {
 	struct text diff = TEXT_INIT;
+	struct cache_state s;
 	int rc = -1;
 
-	if (cache_inspect(s, c->dir, e))
+	if (cache_inspect(&s, dir, e))
 		return -1;
-	if (s->foreign) {
+	if (s.exists)
+		identity_differences(&diff, s.identity, id->json);
+	if (text_ok(&diff, e))
+		goto out;
+	if (diff.len)
+		err_refuse(e,
+			   "'%s' holds another cache; name another cache_output_dir, "
+			   "or make these agree (there -> now):\n%s",
+			   dir, diff.s);
+	else if (s.foreign)
 		err_refuse(e,
 			   "'%s' holds a cache that dspark did not write "
 			   "(manifest.json without dspark.json): name another "
 			   "cache_output_dir or move it away",
-			   c->dir);
-		goto out;
-	}
-	if (s->exists)
-		identity_differences(&diff, s->identity, id->json);
-	if (text_ok(&diff, e))
-		goto out;
-	if (diff.len) {
-		err_refuse(e,
-			   "'%s' holds another cache; name another cache_output_dir, "
-			   "or make these agree (there -> now):\n%s",
-			   c->dir, diff.s);
-		goto out;
-	}
-	rc = s->exists ? 0 : refuse_strangers(c, e);
+			   dir);
+	else
+		rc = s.exists ? 0 : refuse_strangers(dir, g, id->digest, e);
 out:
 	text_release(&diff);
+	cache_state_release(&s);
 	return rc;
 }
 
@@ -380,12 +379,11 @@ int cache_open(struct cache *c, const char *dir, const struct geometry *g,
 	memcpy(c->identity, id->digest, sizeof c->identity);
 	c->dir = mem_strdup(dir, e);
 	/* looked at twice: somebody else's directory must not even get our lock file */
-	if (!c->dir || file_mkdir_p(dir, e) || check_state(c, &s, id, e))
+	if (!c->dir || file_mkdir_p(dir, e) || cache_check(dir, g, id, e))
 		goto out;
-	cache_state_release(&s);
-	if (cache_lock_begin(&c->lock, dir, plan, e) || check_state(c, &s, id, e) ||
-	    (alone(c) && file_sweep(dir, true, e)) || write_manifests(c, &s, id, work, e) ||
-	    (w && ensure_weights(c, w, e)))
+	if (cache_lock_begin(&c->lock, dir, plan, e) || cache_check(dir, g, id, e) ||
+	    cache_inspect(&s, dir, e) || (alone(c) && file_sweep(dir, true, e)) ||
+	    write_manifests(c, &s, id, work, e) || (w && ensure_weights(c, w, e)))
 		goto out;
 	cache_lock_opened(&c->lock);
 	/*

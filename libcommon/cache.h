@@ -54,6 +54,13 @@ int cache_done(const char *dir, const struct geometry *g, const char *identity, 
 int cache_each_shard(const char *dir, int (*visit)(void *ctx, int64_t shard, struct err *e),
 		     void *ctx, struct err *e);
 
+/*
+ * Refuses a directory that holds another cache (all differing fields), the reference's, or, where
+ * no manifest says whose they are, shards of another identity. A missing directory is good.
+ */
+int cache_check(const char *dir, const struct geometry *g, const struct identity *id,
+		struct err *e);
+
 /* ---- writing ---------------------------------------------------------------- */
 
 struct cache {

@@ -23,6 +23,7 @@
 #include "text.h"
 #include "tokens.h"
 
+#define WORLD_MAX (1 << 20)
 #define SHA256_EMPTY "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 
 /* ---- memory of a rank ------------------------------------------------------------------------ */
@@ -417,29 +418,45 @@ static int check_space(const struct plan *p, uint64_t needed, uint64_t free_byte
 	return force ? 0 : -1;
 }
 
-static int check_directory(const struct plan *p, const struct cache_state *s, struct err *e)
+/* What an estimate does not know yet is what the cache that is there says. */
+static int fill_unknown(json_t *want, const struct plan *p, bool rows, const json_t *have)
 {
-	struct text fields = TEXT_INIT;
+	static const char *const of_rows[] = { "pad_token_id", "rows_xxh3_128",
+					       "tokenizer_xxh3_128" };
+	json_t *manifest = json_object_get(want, "manifest");
 	int rc = 0;
 
-	if (!s->exists || !s->identity)
-		return 0;
-	identity_differences(&fields, s->identity, p->identity.json);
-	if (fields.len) {
-		while (fields.len && fields.s[fields.len - 1] == '\n')
-			fields.s[--fields.len] = '\0';
-		rc = err_refuse(e,
-				"'%s' already holds another cache; choose another "
-				"recipe_args.cache_output_dir or remove it. It differs in:\n%s",
-				p->cache_dir, fields.s);
-	} else if (s->foreign) {
-		rc = err_refuse(e,
-				"'%s' holds a cache without dspark.json, made by another program: "
-				"choose another recipe_args.cache_output_dir "
-				"or remove it",
-				p->cache_dir);
+	for (size_t i = 0; !rows && i < sizeof of_rows / sizeof *of_rows; i++)
+		rc |= json_object_set(want, of_rows[i], json_object_get(have, of_rows[i]));
+	if (!rows)
+		rc |= json_object_set(manifest, "num_samples",
+				      json_object_get(json_object_get(have, "manifest"),
+						      "num_samples"));
+	if (!p->weights[0])
+		rc |= json_object_set(want, "weights_xxh3_128",
+				      json_object_get(have, "weights_xxh3_128"));
+	return rc;
+}
+
+static int check_directory(const struct plan *p, const struct tokens *t, struct err *e)
+{
+	struct identity want = { .json = json_deep_copy(p->identity.json) };
+	struct cache_state s = { 0 };
+	int rc = -1;
+
+	memcpy(want.digest, p->identity.digest, sizeof want.digest);
+	if (!want.json) {
+		err_fail(e, "out of memory");
+		goto out;
 	}
-	text_release(&fields);
+	if (cache_inspect(&s, p->cache_dir, e))
+		goto out;
+	if (!p->runnable && s.exists && !s.foreign)
+		fill_unknown(want.json, p, t, s.identity);
+	rc = p->runnable || s.exists ? cache_check(p->cache_dir, &p->g, &want, e) : 0;
+out:
+	cache_state_release(&s);
+	identity_release(&want);
 	return rc;
 }
 
@@ -448,6 +465,11 @@ static int check_directory(const struct plan *p, const struct cache_state *s, st
 static int plan_mesh(struct plan *p, const struct recipe *r, const struct target *target,
 		     const struct layout_options *o, struct err *e)
 {
+	if (r->ep_size > WORLD_MAX || r->cp_size > WORLD_MAX || r->dp_replicate_size > WORLD_MAX)
+		return err_refuse(e,
+				  "distributed: ep_size, cp_size and dp_replicate_size may be at "
+				  "most %d",
+				  WORLD_MAX);
 	p->ep = (int)r->ep_size;
 	p->cp = (int)r->cp_size;
 	p->replicate = (int)r->dp_replicate_size;
@@ -549,14 +571,13 @@ static int plan_work(struct plan *p, const struct tokens *t, const struct layout
 		     struct err *e)
 {
 	struct todo d = { .shards = geometry_shards(&p->g) };
-	struct cache_state state = { 0 };
 	struct file_space space;
 	uint64_t needed;
 	int64_t done = 0;
 	int rc = -1;
 
 	d.done = mem_calloc((size_t)d.shards, sizeof *d.done, e);
-	if (!d.done || cache_inspect(&state, p->cache_dir, e) || check_directory(p, &state, e) ||
+	if (!d.done || check_directory(p, t, e) ||
 	    cache_done(p->cache_dir, &p->g, p->identity.digest, d.done, &done, e) ||
 	    file_space(p->cache_dir, &space, e))
 		goto out;
@@ -567,7 +588,6 @@ static int plan_work(struct plan *p, const struct tokens *t, const struct layout
 	rc = p->runnable ? plan_ranges(p, t, &d, o->balance, e) : 0;
 out:
 	free(d.done);
-	cache_state_release(&state);
 	return rc;
 }
 

@@ -165,7 +165,11 @@ int plan_write(FILE *out, struct plan *p, json_t *host, struct err *e)
 	for (int i = 0; i < n; i++)
 		if (!(range[i] = range_json(&p->range[i])))
 			break;
-	if (!plan || (n && !range[n - 1])) {
+	if (!plan) {
+		err_refuse(e, "the plan cannot be written: a path in it is not valid UTF-8");
+		goto out;
+	}
+	if (n && !range[n - 1]) {
 		err_fail(e, "out of memory");
 		goto out;
 	}

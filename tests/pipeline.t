@@ -56,6 +56,15 @@ mv one fp32
 check "one pipe, bf16" one_pipe --compute-dtype bf16
 mv one bf16
 
+estimate() {
+	dspark-plan -q -c recipe.yaml --device cpu --set "recipe_args.cache_output_dir=$1" >estimate
+}
+check "an estimate accepts the cache that it would become" estimate fp32
+check "an estimate refuses another cache" \
+	expect 1 seq_length dspark-plan -q -c recipe.yaml --set recipe_args.cache_output_dir=fp32 --set recipe_args.seq_length=128
+check "a mesh larger than any world is refused" \
+	expect 1 ep_size dspark-plan -q -c recipe.yaml -t tokens.safetensors --set distributed.ep_size=4294967296
+
 sizes() {
 	plan sized >p
 	total=$(sed -n 's/.*"total_bytes":\([0-9]*\).*/\1/p' p)
