@@ -104,7 +104,9 @@ static int finish_shard(struct capture *c, struct err *e)
 		return -1;
 	if (shard_publish(w, &bytes, e))
 		return -1;
+	pthread_mutex_lock(&c->lock);
 	c->bytes += bytes;
+	pthread_mutex_unlock(&c->lock);
 	if (c->bad) {
 		c->quarantined++;
 		log_warn("shard %lld has states that are not finite: kept as "
@@ -313,4 +315,14 @@ void capture_abort(struct capture *c)
 	if (c->started)
 		end_thread(c, true);
 	release(c);
+}
+
+uint64_t capture_bytes(struct capture *c)
+{
+	uint64_t bytes;
+
+	pthread_mutex_lock(&c->lock);
+	bytes = c->bytes;
+	pthread_mutex_unlock(&c->lock);
+	return bytes;
 }

@@ -50,7 +50,7 @@ struct capture {
 	bool bad;			/* the open shard has non-finite states */
 	int next;			/* buffer the forward fills next */
 
-	/* For the summary. */
+	/* For the summary; while the thread runs, under lock. */
 	double busy, waited;	/* seconds the thread worked; seconds the forward waited for it */
 	uint64_t bytes;
 	int64_t rows, shards, quarantined;
@@ -77,9 +77,12 @@ void capture_give(struct capture *c, struct capture_buffer *b);
  */
 int capture_close(struct capture *c, struct err *e);
 /*
- * Ends the thread at once (after its current row) and drops the open shard. Legal on a zeroed or
+ * Ends the thread at once (after its current window) and drops the open shard. Legal on a zeroed or
  * closed capture.
  */
 void capture_abort(struct capture *c);
+
+/* Bytes published so far; from any thread between open and close. */
+uint64_t capture_bytes(struct capture *c);
 
 #endif

@@ -270,13 +270,13 @@ static int acquire(struct window *w, enum unit_kind kind, int layer, struct err 
 	return rc;
 }
 
-/* Rows count as done in proportion to the layers they have passed. */
-static void show_progress(struct window *w, int layer)
+/* Rows count as done in proportion to the layers they have passed; `rows` of the window have. */
+static void show_progress(struct window *w, int64_t rows)
 {
 	struct forward *f = w->f;
 
-	progress_update(&w->bar, f->rows + w->out->n * (layer + 1) / (f->target->layers + 1),
-			f->tokens_done, (int64_t)f->capture->bytes);
+	progress_update(&w->bar, f->rows + rows, f->tokens_done,
+			(int64_t)capture_bytes(f->capture));
 }
 
 static int window_layers(struct window *w, struct err *e)
@@ -289,7 +289,7 @@ static int window_layers(struct window *w, struct err *e)
 			if (pause_point(w, e))
 				return -1;
 		}
-		show_progress(w, layer);
+		show_progress(w, w->out->n * (layer + 1) / (w->f->target->layers + 1));
 	}
 	return 0;
 }
@@ -313,6 +313,7 @@ static int run_window(struct window *w, int64_t first, int64_t n, struct err *e)
 	f->rows += n;
 	f->tokens_done += f->tokens->offset[first + n] - f->tokens->offset[first];
 	f->windows++;
+	show_progress(w, 0);
 	return 0;
 }
 
@@ -337,6 +338,17 @@ static int run_todo(struct window *w, int64_t first, int64_t n, const bool *done
 	return 0;
 }
 
+static int64_t rows_to_do(const struct forward *f, const bool *done)
+{
+	const struct plan_range *r = f->range;
+	int64_t rows = 0;
+
+	for (int i = 0; i < r->nintervals; i++)
+		for (int64_t s = r->shards[i][0]; s < r->shards[i][1]; s++)
+			rows += done[s] ? 0 : geometry_shard_rows(&f->plan->g, s);
+	return rows;
+}
+
 int forward_run(struct forward *f, const bool *done, struct err *e)
 {
 	double start = log_seconds();
@@ -347,7 +359,7 @@ int forward_run(struct forward *f, const bool *done, struct err *e)
 
 	if (window_alloc(&w, f, e))
 		goto out;
-	progress_begin(&w.bar, f->progress, "rows", f->range->rows);
+	progress_begin(&w.bar, f->progress, "rows", rows_to_do(f, done));
 	plan_windows(&cursor, f->plan, f->range, f->tokens);
 	for (rc = 0; !rc && plan_next_window(&cursor, &first, &n);)
 		rc = run_todo(&w, first, n, done, e);
