@@ -105,7 +105,6 @@ void plan_release(struct plan *p);
 char *plan_path(const struct plan *p, const char *path, struct err *e);
 char *plan_target(const struct plan *p, struct err *e);		/* the model directory, likewise */
 
-/* What `dspark-forward` must be started as, for the message about a world that does not fit. */
 uint64_t plan_rank_bytes(const struct plan *p);		/* weights + scratch + carry + capture */
 
 /* Windows of a rank's range, walked in order. A window never crosses an interval's end. */

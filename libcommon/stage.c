@@ -186,8 +186,9 @@ static int name_files(struct stage *s, const struct stage_head *h, struct err *e
 	s->fd = mem_calloc(s->nfiles, sizeof *s->fd, e);
 	if (!s->file || !s->fd)
 		return -1;
-	for (i = 0; i < s->nfiles; i++) {
+	for (i = 0; i < s->nfiles; i++)
 		s->fd[i] = -1;
+	for (i = 0; i < s->nfiles; i++) {
 		s->file[i] = s->form == STAGE_REFERENCE
 				     ? file_join(h->checkpoint, h->file[i].name, e)
 				     : file_join(s->dir, s->state->index.file, e);

@@ -274,20 +274,27 @@ int weights_rows(struct weights *w, enum unit_kind kind, int64_t row0, int64_t n
 		 struct err *e)
 {
 	struct bound *b = find_table(w, kind);
-	const struct weight_source *src = b->source;
-	int64_t cols = b->field->cols;
-	size_t count = (size_t)(n * cols), size = dtype_size(src->entry->dtype);
-	void *raw = mem_aligned(count * size, e);
+	const struct weight_source *src = b && b->nsources == 1 ? b->source : NULL;
+	int64_t cols = b ? b->field->cols : 0;
+	size_t count = (size_t)(n * cols), size = src ? dtype_size(src->entry->dtype) : 0;
+	void *raw;
 	int rc;
 
+	if (!src)
+		return err_refuse(e,
+				  "the target's %s is not one tensor, as target_weights needs it",
+				  kind == UNIT_EXPORT ? "output head" : "embedding");
+	raw = mem_aligned(count * size, e);
 	if (!raw)
 		return -1;
 	rc = stage_read(w->stage, src->entry, raw,
-			(uint64_t)((row0 - src->entry->row0) * cols) * size, count * size, e);
+			(uint64_t)((src->from + row0 - src->entry->row0) * cols) * size,
+			count * size, e);
 	if (!rc)
 		dtype_convert(out, DT_F32, raw, src->entry->dtype, count);
 	free(raw);
-	if (!rc && w->dev->compute == DT_BF16 && b->field->unit == WEIGHT_BULK && size == 4)
+	if (!rc && w->dev->compute == DT_BF16 && b->field->unit == WEIGHT_BULK &&
+	    src->entry->dtype != DT_BF16)
 		for (size_t i = 0; i < count; i++)
 			out[i] = dtype_bf16_to_f32(dtype_f32_to_bf16(out[i]));
 	return rc;
