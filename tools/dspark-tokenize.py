@@ -228,7 +228,7 @@ class Source:
             self.total += info.st_size
     def load(self, path, split, seed, directory):
         """Parquet and hub data: the whole split is shuffled, then sliced; slices of another spelling come first."""
-        with guard(f"rows '{path}' need the Python module 'datasets'"): import datasets, numpy
+        with guard(f"rows '{path}' need the Python module 'datasets'"): import datasets
         datasets.disable_progress_bars()
         datasets.logging.set_verbosity_error()
         part = re.match(r"^(\w+)\[(\d*):(\d*)\]$", split or "")
@@ -239,7 +239,7 @@ class Source:
         with guard(what, ValueError, KeyError, TypeError, datasets.exceptions.DatasetsError):   # an unknown split too
             self.dataset = datasets.load_dataset(where, split=base, data_files=name,
                                                  verification_mode=datasets.VerificationMode.NO_CHECKS)
-            order = numpy.random.default_rng(seed).permutation(len(self.dataset))
+            order = shuffled(len(self.dataset), seed)
         self.order = order[slice(*(int(edge) if edge else None for edge in part.groups()[1:]))] if part else order
         self.total = len(self.order)
     def batches(self):
@@ -272,13 +272,15 @@ class Source:
                 count += 1
             count += skip
         raise Stop(1, f"there is no row {wanted}: the data has {count} rows, counted from 0")
+def shuffled(n, seed):
+    import numpy
+    return numpy.random.default_rng(seed).permutation(n)     # the order that `datasets` draws, without its cache files
 def is_parquet(path): return path.lower().endswith(".parquet")
 def is_hub_id(path):
     """owner/name that is no local path and does not look like a file of rows."""
     return (re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path) is not None and not os.path.exists(path)
             and not os.path.isdir(path.split("/")[0])
             and os.path.splitext(path)[1].lower() not in (".json", ".jsonl", ".ndjson", ".parquet", ".txt"))
-
 def line_batches(f, name):
     for first in itertools.count(1, BATCH_ROWS):
         items = list(itertools.islice(f, BATCH_ROWS))
@@ -291,7 +293,6 @@ def value_batches(f, name):
     for i in range(0, len(values), BATCH_ROWS):
         part = values[i:i + BATCH_ROWS]
         yield "values", name, i, part, len(data) * len(part) // len(values)
-
 def line_rows(place, raw):
     """The rows of one line. A row ends where str.splitlines ends a line, so a raw U+2028 cuts it in two."""
     pieces = [raw]
