@@ -12,7 +12,7 @@ CACHE is dspark's, REFERENCE what nemo-automodel 0.7.0 wrote for the same rows, 
     the gradient of every trained parameter over all batches from each cache. The anchors are drawn from the same seed. They may differ
     by X relative to their size (default: 2e-6 for an fp32 cache, 2e-4 for bf16 and fp16, where some values round the other way).
  3. Padding is harmless: with random numbers in CACHE's padded states, the loss and the gradient do not change by a bit.
- 4. The comparison can fail: noise of 1 % on the states of one row a batch changes the gradient by more than X, as does one row
+ 4. The comparison can fail: noise of 10 % on the states of one row a batch changes the gradient by more than X, as does one row
     shifted by one position.
 
 PYTHON needs nemo-automodel. Exit 0 if all hold, 1 otherwise.
@@ -123,7 +123,7 @@ def fill_padding(b):
 
 def disturb_row(b):
     for name in STATES:
-        b[name][0] = (b[name][0].float() * (1 + 0.01 * torch.randn(b[name][0].shape))).to(b[name].dtype)
+        b[name][0] = (b[name][0].float() * (1 + 0.1 * torch.randn(b[name][0].shape))).to(b[name].dtype)
 
 
 def shift_row(b):
@@ -174,7 +174,7 @@ def main():
     pads = sum(int(padded_positions(b).sum()) for b in ours)
     z, gz = measure(trainer, changed(ours, fill_padding))
     check(z == x and torch.equal(gx, gz), f"random states at all {pads} padded positions change neither loss nor gradient")
-    for change, what in ((disturb_row, "noise of 1 % on"), (shift_row, "a shift by one position of")):
+    for change, what in ((disturb_row, "noise of 10 % on"), (shift_row, "a shift by one position of")):
         z, gz = measure(trainer, changed(ours, change))
         d = float((gx - gz).norm() / gx.norm())
         check(z["loss"] != x["loss"] and d > limit, f"{what} the first row of each batch is seen: gradient differs by {d:.2e}")
