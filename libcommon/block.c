@@ -190,9 +190,12 @@ static int longrope(float *freq, int width, double theta, const json_t *p, doubl
 	*scale = (float)given;
 	for (int j = 0; j < width / 2; j++) {
 		float power = powf((float)theta, (float)(2 * j) / (float)width);
+		double by = json_number_value(json_array_get(factors, (size_t)j));
 
-		freq[j] = 1.0f /
-			  ((float)json_number_value(json_array_get(factors, (size_t)j)) * power);
+		if (!(by > 0))
+			return err_refuse(e, "rope type 'longrope': '%s'[%d] is not a number above "
+					  "0", key, j);
+		freq[j] = 1.0f / ((float)by * power);
 	}
 	return 0;
 }

@@ -6,6 +6,7 @@
 
 #include <ctype.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <inttypes.h>
 #include <signal.h>
 #include <stdio.h>
@@ -41,8 +42,23 @@ static void arm(int sig)
 		sigaction(sig, &act, NULL);
 }
 
+/*
+ * A standard stream that is closed from the start would be the number of the first file we open,
+ * and records or messages would go into that file. What takes its place fails as a closed one does.
+ */
+static void keep_standard_streams(void)
+{
+	static const int modes[] = { O_WRONLY, O_RDONLY, O_RDONLY };
+	int fd;
+
+	for (fd = STDIN_FILENO; fd <= STDERR_FILENO; fd++)
+		if (fcntl(fd, F_GETFD) < 0 && errno == EBADF && open("/dev/null", modes[fd]) != fd)
+			_exit(EXIT_FAILED);
+}
+
 void cli_begin(struct cli *c, const char *name, const char *usage)
 {
+	keep_standard_streams();
 	*c = (struct cli){ .name = name, .usage = usage };
 	log_program(name);
 	opterr = 0;

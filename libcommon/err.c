@@ -95,6 +95,8 @@ static int input_code(int number)
 	case EPERM:
 	case ELOOP:
 	case ENAMETOOLONG:
+	case ENXIO:
+	case ENODEV:
 		return EXIT_REFUSED;
 	default:
 		return EXIT_FAILED;

@@ -26,6 +26,7 @@
 #include <string.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
+#include <sys/utsname.h>
 #include <unistd.h>
 
 #include "err.h"
@@ -102,6 +103,17 @@ int file_read_fd(int fd, const char *name, size_t max, struct text *out, struct 
 }
 
 int file_read_all(const char *path, size_t max, struct text *out, struct err *e)
+{
+	int fd = file_open(path, e), rc;
+
+	if (fd < 0)
+		return -1;
+	rc = file_read_fd(fd, path, max, out, e);
+	close(fd);
+	return rc;
+}
+
+int file_read_stream(const char *path, size_t max, struct text *out, struct err *e)
 {
 	int fd, rc;
 
@@ -195,10 +207,11 @@ bool file_is_dir(const char *path)
 
 static int make_dir(const char *path, struct err *e)
 {
-	if (!mkdir(path, 0777) || (errno == EEXIST && file_is_dir(path)))
+	int number = mkdir(path, 0777) ? errno : 0;
+
+	if (!number || (number == EEXIST && file_is_dir(path)))
 		return 0;
-	if (errno == EEXIST)
-		errno = ENOTDIR;
+	errno = number == EEXIST ? ENOTDIR : number;
 	return err_errno(e, "cannot make directory '%s'", path);
 }
 
@@ -248,16 +261,15 @@ static char *parent_of(const char *path, struct err *e)
 }
 
 /*
- * The host part of temporaries' names: what gethostname says, with nothing that could end the part
- * or leave the directory.
+ * The host part of temporaries' names: what the kernel calls us, with nothing that could end the
+ * part or leave the directory.
  */
 static void host_name(char host[HOST_NAME_MAX + 1])
 {
+	struct utsname u;
 	char *p;
 
-	if (gethostname(host, HOST_NAME_MAX + 1))
-		strcpy(host, "localhost");
-	host[HOST_NAME_MAX] = '\0';
+	snprintf(host, HOST_NAME_MAX + 1, "%s", uname(&u) ? "localhost" : u.nodename);
 	for (p = host; *p; p++)
 		if (!isalnum((unsigned char)*p) && *p != '-' && *p != '.')
 			*p = '_';

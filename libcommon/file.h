@@ -20,10 +20,13 @@ int file_open(const char *path, struct err *e);
 
 /*
  * All that is left to read into `out` (cleared first, never NULL afterwards). Refuses more than
- * `max` bytes. The path may also be a pipe; `name` is for the message.
+ * `max` bytes. `name` is for the message. file_read_all takes regular files only: in a directory
+ * of ours a FIFO would be waited for without end. file_read_stream takes what a user names, a pipe
+ * too.
  */
 int file_read_fd(int fd, const char *name, size_t max, struct text *out, struct err *e);
 int file_read_all(const char *path, size_t max, struct text *out, struct err *e);
+int file_read_stream(const char *path, size_t max, struct text *out, struct err *e);
 
 /* Exactly n bytes at `off`; a short file is refused ("ends early"). `path` is for the message. */
 int file_pread(int fd, const char *path, void *buf, size_t n, uint64_t off, struct err *e);

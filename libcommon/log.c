@@ -103,9 +103,34 @@ static void put_line(const char *line)
 	pthread_mutex_unlock(&lock);
 }
 
+/*
+ * Names and values in a message come from the user's files: what could steer a terminal is shown,
+ * not sent, and what follows a newline is indented, so that no text poses as a message of ours.
+ */
+static void plain_text(char *out, size_t room, const char *s)
+{
+	size_t n = 0;
+
+	for (; *s && n + 5 < room; s++) {
+		unsigned char c = (unsigned char)s[0], next = (unsigned char)s[1];
+
+		if (c == '\n') {
+			n += (size_t)sprintf(out + n, "\n    ");
+		} else if (c == 0xc2 && next >= 0x80 && next < 0xa0) {
+			n += (size_t)sprintf(out + n, "\\x%02x", next);
+			s++;
+		} else if (c < ' ' || c == 0x7f) {
+			n += (size_t)sprintf(out + n, "\\x%02x", c);
+		} else {
+			out[n++] = (char)c;
+		}
+	}
+	out[n] = '\0';
+}
+
 static void message(const char *kind, const char *fmt, va_list ap)
 {
-	char line[LINE];
+	char line[LINE], text[LINE];
 	size_t n;
 	int saved = errno;
 
@@ -114,7 +139,8 @@ static void message(const char *kind, const char *fmt, va_list ap)
 			sizeof line);
 	else
 		n = cut(snprintf(line, sizeof line, "%s: %s", program, kind), sizeof line);
-	vsnprintf(line + n, sizeof line - n, fmt, ap);
+	vsnprintf(text, sizeof text, fmt, ap);
+	plain_text(line + n, sizeof line - n, text);
 	put_line(line);
 	errno = saved;
 }

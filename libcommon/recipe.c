@@ -383,6 +383,8 @@ static int get_int(const struct section *s, const char *key, int64_t min, int64_
 	return 0;
 }
 
+#define MOST_RANKS (1 << 20)
+
 /* Sizes of a mesh: absent, empty and 0 are 1. */
 static int get_size(const struct section *s, const char *key, int64_t min, int64_t *out,
 		    struct err *e)
@@ -390,6 +392,9 @@ static int get_size(const struct section *s, const char *key, int64_t min, int64
 	*out = 1;
 	if (get_int(s, key, min, out, e))
 		return -1;
+	if (*out > MOST_RANKS)
+		return err_refuse(e, "%s.%s is %" PRId64 ": no run has more than %d ranks", s->name,
+				  key, *out, MOST_RANKS);
 	if (*out == 0)
 		*out = 1;
 	return 0;
@@ -709,7 +714,7 @@ static int read_lines(const char *path, struct text *out, struct err *e)
 	json_t *utf8 = NULL;
 	int rc = -1;
 
-	if (file_read_all(path, TEMPLATE_BYTES, &raw, e))
+	if (file_read_stream(path, TEMPLATE_BYTES, &raw, e))
 		goto out;
 	utf8 = json_stringn(raw.len ? raw.s : "", raw.len);
 	if (!utf8) {

@@ -82,7 +82,7 @@ int run_read(struct run *r, const char *path, struct err *e)
 	if (is_stdin && isatty(STDIN_FILENO))
 		return err_usage(e, "no RUN given and standard input is a terminal");
 	rc = is_stdin ? file_read_fd(STDIN_FILENO, name, RUN_MAX, &t, e)
-		      : file_read_all(path, RUN_MAX, &t, e);
+		      : file_read_stream(path, RUN_MAX, &t, e);
 	if (!rc)
 		rc = run_parse(r, t.s, t.len, name, e);
 	text_release(&t);

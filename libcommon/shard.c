@@ -35,7 +35,7 @@ char *shard_path(const char *dir, int64_t index, struct err *e)
 
 bool shard_is_done(const char *path, uint64_t size, uint64_t header, const char *identity)
 {
-	int fd = open(path, O_RDONLY | O_CLOEXEC);
+	int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* it may be a FIFO */
 	char member[16 + DIGEST_HEX];
 	unsigned char buf[256];
 	struct stat st;

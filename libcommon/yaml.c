@@ -760,7 +760,7 @@ json_t *yaml_read(const char *path, struct err *e)
 	struct text t = TEXT_INIT;
 	json_t *v = NULL;
 
-	if (!file_read_all(path, FILE_MAX, &t, e))
+	if (!file_read_stream(path, FILE_MAX, &t, e))
 		v = yaml_parse(t.s, t.len, path, e);
 	text_release(&t);
 	return v;

@@ -20,6 +20,8 @@
 #include "mem.h"
 
 #define CONFIG "config.json"
+#define MOST_LAYERS 65536 /* what is made for each layer and each half head must stay small */
+#define MOST_WIDTH  65536
 #define RESIDUAL 0			/* carry: the residual stream, F32 [T,H] */
 
 struct layer {
@@ -47,13 +49,19 @@ struct qwen3 {
 
 /* ---- config.json ----------------------------------------------------------------------------- */
 
-static int size_key(const json_t *c, const char *key, int64_t *out, struct err *e)
+static int bounded_key(const json_t *c, const char *key, int64_t most, int64_t *out, struct err *e)
 {
 	if (json_int(c, CONFIG, key, out, e))
 		return -1;
-	if (*out < 1 || *out > INT32_MAX)
-		return err_refuse(e, CONFIG ": '%s' is %lld, not a size", key, (long long)*out);
+	if (*out < 1 || *out > most)
+		return err_refuse(e, CONFIG ": '%s' is %lld, not a size from 1 to %lld", key,
+				  (long long)*out, (long long)most);
 	return 0;
+}
+
+static int size_key(const json_t *c, const char *key, int64_t *out, struct err *e)
+{
+	return bounded_key(c, key, INT32_MAX, out, e);
 }
 
 static int size_key_or(const json_t *c, const char *key, int64_t def, int64_t *out, struct err *e)
@@ -67,7 +75,7 @@ static int size_key_or(const json_t *c, const char *key, int64_t def, int64_t *o
 static int read_sizes(struct qwen3 *q, const json_t *c, struct err *e)
 {
 	if (size_key(c, "hidden_size", &q->H, e) || size_key(c, "vocab_size", &q->V, e) ||
-	    size_key(c, "num_hidden_layers", &q->L, e) ||
+	    bounded_key(c, "num_hidden_layers", MOST_LAYERS, &q->L, e) ||
 	    size_key(c, "num_attention_heads", &q->nq, e) ||
 	    size_key(c, "intermediate_size", &q->I, e))
 		return -1;
@@ -87,6 +95,11 @@ static int read_sizes(struct qwen3 *q, const json_t *c, struct err *e)
 				  CONFIG ": num_attention_heads (%lld) is not a multiple of "
 					 "num_key_value_heads (%lld)",
 				  (long long)q->nq, (long long)q->nkv);
+	if (!(q->eps >= 0) || q->eps > 1)
+		return err_refuse(e, CONFIG ": rms_norm_eps is %g, not a number from 0 to 1", q->eps);
+	if (q->D > MOST_WIDTH)
+		return err_refuse(e, CONFIG ": head_dim is %lld, more than %d", (long long)q->D,
+				  MOST_WIDTH);
 	if (q->D < 2 || q->D % 2)
 		return err_refuse(e,
 				  CONFIG
@@ -131,11 +144,16 @@ static int mark_moe(struct qwen3 *q, const json_t *c, struct err *e)
 
 	if (size_key_or(c, "decoder_sparse_step", 1, &step, e))
 		return -1;
+	if (json_has(c, "mlp_only_layers") && !json_is_array(only))
+		return err_refuse(e, CONFIG ": mlp_only_layers is not a list of layers");
 	for (int64_t i = 0; i < q->L; i++)
 		q->layer[i].moe = q->E > 0 && (i + 1) % step == 0;
 	for (size_t n = 0; n < json_array_size(only); n++) {
 		int64_t i = json_integer_value(json_array_get(only, n));
 
+		if (!json_is_integer(json_array_get(only, n)))
+			return err_refuse(e, CONFIG ": mlp_only_layers[%zu] is not the number of "
+					  "a layer", n);
 		if (i >= 0 && i < q->L)
 			q->layer[i].moe = false;
 	}
@@ -255,6 +273,11 @@ static json_t *standard_rope(const struct qwen3 *q, const json_t *c, double *the
 	if (!p) {
 		err_fail(e, "out of memory");
 		return NULL;
+	}
+	if (given && !json_is_null(given) && !json_is_object(given)) {
+		err_refuse(e, CONFIG ": %s is not an object",
+			   json_has(c, "rope_scaling") ? "rope_scaling" : "rope_parameters");
+		goto bad;
 	}
 	if (json_real_or(c, CONFIG, "rope_theta", 10000, theta, e) ||
 	    json_real_or(p, CONFIG, "rope_theta", *theta, theta, e) ||
