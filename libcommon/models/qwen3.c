@@ -125,12 +125,6 @@ static int read_experts(struct qwen3 *q, const json_t *c, struct err *e)
 	    size_key_or(c, "moe_intermediate_size", 768, &q->expert_I, e) ||
 	    json_bool_or(c, CONFIG, "norm_topk_prob", false, &q->renormalise, e))
 		return -1;
-	if (q->E && q->K > q->E)
-		return err_refuse(
-			e,
-			CONFIG
-			": num_experts_per_tok (%lld) is larger than the number of experts (%lld)",
-			(long long)q->K, (long long)q->E);
 	/* The default class leaves a single probability as it is; transformers makes it 1. */
 	q->renormalise = q->renormalise && (q->K > 1 || q->force_hf);
 	return 0;
@@ -157,6 +151,12 @@ static int mark_moe(struct qwen3 *q, const json_t *c, struct err *e)
 		if (i >= 0 && i < q->L)
 			q->layer[i].moe = false;
 	}
+	for (int64_t i = 0; i < q->L; i++)
+		if (q->layer[i].moe && q->K > q->E)
+			return err_refuse(e,
+					  CONFIG ": num_experts_per_tok (%lld) is larger than the number "
+						 "of experts (%lld)",
+					  (long long)q->K, (long long)q->E);
 	return 0;
 }
 
