@@ -256,7 +256,8 @@ static int mpi_allgather_start(struct comm *c, struct comm_request *r, void *out
 		MPI_Request *one = flight_add(f, e);
 
 		if (!one || allgather_cut(c, one, out, in, bytes, off, cut_at(bytes - off), e))
-			return -1; /* cuts in flight die with the communicator: the caller aborts it */
+			/* cuts in flight die with the communicator: the caller aborts it */
+			return -1;
 	}
 	return 0;
 }

@@ -134,6 +134,6 @@ void comm_self_open(struct comm *c)
 
 void comm_told_open(struct comm *c, int rank, int world, int local_rank, int local_size)
 {
-	*c = (struct comm){ .t = world == 1 ? &self : &told, .rank = rank, .world = world, .local_rank = local_rank,
-			    .local_size = local_size };
+	*c = (struct comm){ .t = world == 1 ? &self : &told, .rank = rank, .world = world,
+			    .local_rank = local_rank, .local_size = local_size };
 }

@@ -4,11 +4,13 @@
  * them.
  *
  * Sources, what they need, and what decides whether they are built:
- *	backend.c comm.c comm_self.c ref/ *.c	-lm; always
- *	cpu/ *.c	HAVE_ONEDNN: -ldnnl, OPENMP_CFLAGS, -O3 -ffp-contract=off (a fused product in one loop and not in another
- *			would make a row's bits depend on its place) -fno-trapping-math -fno-math-errno (or no loop with a
- *			comparison is vectorised; no value changes)
+ *	backend.c comm.c comm_self.c session.c ref/ *.c		-lm; always
+ *	cpu/ *.c	HAVE_ONEDNN: -ldnnl and OpenMP
  *	comm_mpi.c	HAVE_MPI: the flags of mpicc
+ *
+ * All but comm_mpi.c are compiled with -ffp-contract=off (a fused product in one loop and not in
+ * another would make a row's bits depend on its place), -fno-trapping-math and -fno-math-errno (or
+ * no loop with a comparison is vectorised; no value changes).
  */
 #ifndef DSPARK_KERNELS_H
 #define DSPARK_KERNELS_H

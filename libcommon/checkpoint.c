@@ -430,8 +430,9 @@ static const struct entry *find(const struct catalogue *cat, const char *name)
 
 static void fill(struct entry *to, size_t file, const struct st_tensor *t, int64_t **shape)
 {
-	*to = (struct entry){ .name = to->name, .dtype = t->dtype, .ndim = t->ndim, .shape = *shape, .file = (int)file,
-			      .begin = t->begin, .end = t->end };
+	*to = (struct entry){ .name = to->name, .dtype = t->dtype, .ndim = t->ndim,
+			      .shape = *shape, .file = (int)file, .begin = t->begin,
+			      .end = t->end };
 	memcpy(*shape, t->shape, (size_t)t->ndim * sizeof **shape);
 	*shape += t->ndim;
 	to->rows = entry_rows(to);

@@ -4,7 +4,8 @@
  * over all of them.
  *
  * Only headers are read, no descriptor stays open. Which files count:
- *	model.safetensors.index.json	the files its weight_map names; it decides which file holds a name, other names are ignored
+ *	model.safetensors.index.json	the files its weight_map names; it decides which
+ *					file holds a name, other names are ignored
  *	else model.safetensors		that file alone
  *	else *.safetensors		all of them; a name that occurs twice is refused
  */
@@ -59,8 +60,9 @@ void checkpoint_release(struct checkpoint *c);
 /*
  * Which weights these are: XXH3-128 over
  *	u64 length of config.json, its bytes, u64 number of files, and for each file in order
- *	u64 size | header: bytes [0, data) | blocks of the n = size - data bytes behind it: all of them where n <= 64 * 4096,
- *	else 4096 bytes at data + k * (n - 4096) / 63 (rounded down) for k = 0..63
+ *	u64 size | header: bytes [0, data) | blocks of the n = size - data bytes behind it: all of
+ *	them where n <= 64 * 4096, else 4096 bytes at data + k * (n - 4096) / 63 (rounded
+ *	down) for k = 0..63
  * with all u64 little-endian. Names and times do not enter. Refused for a partial checkpoint.
  */
 int checkpoint_identity(const struct checkpoint *c, char hex[DIGEST_HEX], struct err *e);

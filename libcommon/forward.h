@@ -2,8 +2,9 @@
 /*
  * forward: the layer loop of one rank, the same for every model, backend and transport.
  *
- *	for each window of rows:  embed | layer 0 | ... | layer L-1 | final   (units in order; each acquired once)
- *		for each chunk of the window:  the model's verbs, then what is captured there goes to the window's buffer
+ *	for each window of rows, for each unit (embed | layer 0 | ... | layer L-1 | final), once:
+ *		acquire it; for each chunk of the window: the model's verbs, then what is captured
+ *		there goes to the window's buffer
  */
 #ifndef DSPARK_FORWARD_H
 #define DSPARK_FORWARD_H

@@ -357,8 +357,8 @@ static void print_json(const struct progress *p, double now)
 
 	snprintf(
 		line, sizeof line,
-		"{\"progress\": {\"what\": \"%s\", \"rank\": %d, \"done\": %lld, \"total\": %lld, \"tokens\": %lld, "
-		"\"bytes\": %lld, \"seconds\": %.3f, \"eta\": %.0f}}",
+		"{\"progress\": {\"what\": \"%s\", \"rank\": %d, \"done\": %lld, \"total\": %lld, "
+		"\"tokens\": %lld, \"bytes\": %lld, \"seconds\": %.3f, \"eta\": %.0f}}",
 		p->what, rank_here, (long long)p->done, (long long)p->total, (long long)p->tokens,
 		(long long)p->bytes, now - p->start, eta(p, now));
 	put_line(line);

@@ -26,7 +26,8 @@ static void *too_large(struct err *e, size_t n, size_t size)
 {
 	err_fail(
 		e,
-		"out of memory: an array of %zu elements of %zu bytes is larger than the address space",
+		"out of memory: an array of %zu elements of %zu bytes is larger than the "
+		"address space",
 		n, size);
 	return NULL;
 }

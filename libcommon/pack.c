@@ -385,9 +385,9 @@ int pack_unpack(void *dst_, size_t n, const void *src_, size_t len, void *scratc
 	if (n > PACK_BLOCK || pack_check(src, len) || src[0] >= KINDS || src[2] != width[src[0]] ||
 	    end < src + HEAD(src[2]))
 		return -1;
+	/* parts a kind lacks are never read, but pointers into nothing are not formed either */
 	for (i = 0; i < PARTS_MAX; i++)
-		part[i] =
-			src; /* parts a kind lacks are never read, but pointers into nothing are not formed either */
+		part[i] = src;
 	m = src[0] == KIND_RAW ? n : n / (size_t)width[src[0]] / GROUP * GROUP;
 	body = m * (size_t)width[src[0]];
 	tail = get_parts(part, src, end, src[2], m, scratch);

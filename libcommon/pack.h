@@ -6,15 +6,17 @@
  * eight bit planes (the upper ones nearly all zero), the other bytes as byte planes; then each part
  * goes through LZ4, or stays as it is where that does not help.
  *
- *	kind u8 | base u8 | parts u8 | 0 u8 | length of each part u32 (bit 31: not LZ4) | parts | tail | XXH3-128 of all before, 32 hex digits
+ *	kind u8 | base u8 | parts u8 | 0 u8 | length of each part u32 (bit 31: not LZ4) |
+ *	parts | tail | XXH3-128 of all before, 32 hex digits
  *
- *	kind		exponent byte c			other bytes, a part each	elements
- *	0 raw		-				the n bytes			1 byte, in one part
- *	1 bytes		the byte			-				1 byte
- *	2 f8		rotated left by one		-				1 byte: F8_E4M3, F8_E5M2
- *	3 bf16		exponent			sign and mantissa		2 bytes
- *	4 f16		high byte rotated left by one	low byte			2 bytes
- *	5 f32		exponent			sign and high mantissa, middle, low	4 bytes
+ *	kind	exponent byte c			other bytes, a part each	elements
+ *	0 raw	-				the n bytes			1 byte, in one part
+ *	1 bytes	the byte			-				1 byte
+ *	2 f8	rotated left by one		-				1 byte: E4M3, E5M2
+ *	3 bf16	exponent			sign and mantissa		2 bytes
+ *	4 f16	high byte rotated left by one	low byte			2 bytes
+ *	5 f32	exponent			sign and high mantissa,		4 bytes
+ *						middle, low
  *
  * Part 0 holds, for m = elements rounded down to a multiple of 64, bit k of (base - c) mod 256 in
  * plane k of m / 8 bytes; in each group of 64 elements bit i of byte j is element 8 i + j. The tail

@@ -128,7 +128,8 @@ static int read_tensor(struct st_tensor *t, const struct safetensors *s, const c
 	if (t->dtype == DT_NONE)
 		return err_refuse(
 			e,
-			"'%s': tensor '%s' has the unknown dtype '%s'; known are F64 F32 F16 BF16, I64 I32 I16 I8, U8, "
+			"'%s': tensor '%s' has the unknown dtype '%s'; known are F64 F32 F16 BF16, "
+			"I64 I32 I16 I8, U8, "
 			"BOOL, F8_E4M3 F8_E5M2 F8_E8M0",
 			s->path, name, dtype);
 	if (read_shape(t, s->path, json_object_get(o, "shape"), e))

@@ -4,11 +4,14 @@
  * reference) or copies made for node-local disks. Ranks that hold the same share: rank r reads
  * share r % shares; a replicated target has one share.
  *
- *	STAGE/stage.json		head (stage_index.h): form, key, shares; by reference the checkpoint's files with size and mtime
- *	STAGE/index-SSSSS.jsonl		share S's tensors: name, dtype, whole shape, rows held, place
- *	STAGE/rank-SSSSS.safetensors	with --copy: that share's tensors, XXH3-128 per tensor in __metadata__
- *	STAGE/rank-SSSSS.lz4		with --copy=lz4: independently decodable blocks (pack.h), their table in the index
- *	STAGE/derived.safetensors	tensors that the model makes at staging (model.h, derive); every share may name it
+ *	STAGE/stage.json		head (stage_index.h): form, key, shares; by reference the
+ *					checkpoint's files with size and mtime
+ *	STAGE/index-SSSSS.jsonl		share S's tensors: name, dtype, shape, rows held, place
+ *	STAGE/rank-SSSSS.safetensors	with --copy: its tensors and their XXH3-128
+ *	STAGE/rank-SSSSS.lz4		with --copy=lz4: independently decodable blocks (pack.h),
+ *					their table in the index
+ *	STAGE/derived.safetensors	tensors that the model makes at staging (model.h, derive);
+ *					every share may name it
  *	STAGE/.dspark.lock		byte 0: a living dspark-load; byte 1 + S: who makes share S
  *
  * The head does not depend on which shares were made where: nodes that stage their own --ranks

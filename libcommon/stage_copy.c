@@ -4,7 +4,7 @@
  * source are asked for while one is written, and written pages are handed to the disk at once, so
  * that neither end waits for the other and the last fsync is short.
  *
- *	raw: header with room for the hashes | tensors ...	then the header again, with the hashes
+ *	raw: header with room for the hashes | tensors ...	then the header with the hashes
  *	lz4: block | block | ...				the table goes to the index
  */
 #ifdef HAVE_CONFIG_H
@@ -139,7 +139,8 @@ static int source(struct stage_copier *k, int i, char **path, struct err *e)
 {
 	bool derived = (size_t)i == k->checkpoint->nfiles;
 
-	*path = derived ? file_join(k->dir, STAGE_DERIVED, e) : file_join(k->checkpoint->dir, k->checkpoint->file[i].name, e);
+	*path = derived ? file_join(k->dir, STAGE_DERIVED, e)
+			: file_join(k->checkpoint->dir, k->checkpoint->file[i].name, e);
 	if (*path && k->fd[i] < 0) {
 		k->fd[i] = file_open(*path, e);
 		if (k->fd[i] >= 0)
@@ -263,7 +264,9 @@ static struct st_tensor *raw_tensors(const struct stage_index *x, size_t *n, str
 		if (!stage_bytes(t))
 			continue;
 		++*n;
-		*to = (struct st_tensor){ .name = (char *)t->name, .dtype = t->dtype, .ndim = t->ndim };
+		*to = (struct st_tensor){
+			.name = (char *)t->name, .dtype = t->dtype, .ndim = t->ndim
+		};
 		memcpy(to->shape, t->shape, (size_t)t->ndim * sizeof *t->shape);
 		if (t->rows == entry_rows(t))
 			continue;

@@ -2,16 +2,20 @@
 /*
  * stage_index: the text form of a stage's head and indexes.
  *
- *	stage.json		{"format":"dspark-stage","version":1,"key":"...","form":"copy","shares":2,
- *				"checkpoint":"/models/x","files":[			by reference only
- *				{"name":"model.safetensors","size":12,"mtime_ns":34}
- *				],
- *				"xxh3_128":"..."}
- *	index-SSSSS.jsonl	{"format":"dspark-stage-index","version":1,"key":"...","form":"copy","share":0,"tensors":9,"bytes":99,
- *				 "file":"rank-00000.safetensors","size":123}		the last two in copies only
- *				{"name":"...","dtype":"BF16","shape":[8,4],"row":0,"rows":8,"file":0,"begin":72,"end":136,
- *				 "xxh3_128":"...","blocks":[61]}			one line a tensor; hash in copies, blocks in LZ4 only
- *				{"xxh3_128":"..."}
+ *	stage.json
+ *	{"format":"dspark-stage","version":1,"key":"...","form":"copy","shares":2,
+ *	"checkpoint":"/models/x","files":[			by reference only
+ *	{"name":"model.safetensors","size":12,"mtime_ns":34}
+ *	],
+ *	"xxh3_128":"..."}
+ *
+ *	index-SSSSS.jsonl		one line a tensor; file, size and xxh3_128 in copies,
+ *					blocks in LZ4 only
+ *	{"format":"dspark-stage-index","version":1,"key":"...","form":"copy","share":0,
+ *	 "tensors":9,"bytes":99,"file":"rank-00000.safetensors","size":123}
+ *	{"name":"...","dtype":"BF16","shape":[8,4],"row":0,"rows":8,"file":0,"begin":72,
+ *	 "end":136,"xxh3_128":"...","blocks":[61]}
+ *	{"xxh3_128":"..."}
  *
  * Both end with a hash of all bytes before `"xxh3_128"` of the last line (in an index: before its
  * brace, too: of all lines but the last).

@@ -151,7 +151,8 @@ static inline void bed_weight(struct device *d, struct weight *w, enum weight_us
 	char *p = bed_must(malloc((size_t)(count * rows * cols) * dtype_size(stored) + 1), &e);
 
 	dtype_convert(p, stored, values, DT_F32, (size_t)(count * rows * cols));
-	*w = (struct weight){ .count = count, .rows = rows, .cols = cols, .use = use, .unit = unit, .stored = stored };
+	*w = (struct weight){ .count = count, .rows = rows, .cols = cols,
+			      .use = use, .unit = unit, .stored = stored };
 	bed_check(d->be->weight_alloc(d, w, &e), &e);
 	for (int64_t i = 0; i < count; i++) {
 		int64_t part[][2] = { { cut[0], cut[1] }, { 0, cut[0] }, { cut[1], rows } };

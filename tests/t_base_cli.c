@@ -403,7 +403,8 @@ static void test_progress(void)
 	}
 	on_terminal(80, PROGRESS_JSON, &raw);
 	ok(strstr(raw.s,
-		  "{\"progress\": {\"what\": \"rows\", \"rank\": 0, \"done\": 100, \"total\": 100, \"tokens\": 100000, "
+		  "{\"progress\": {\"what\": \"rows\", \"rank\": 0, \"done\": 100, \"total\": 100, "
+		  "\"tokens\": 100000, "
 		  "\"bytes\": 987654321, ") &&
 		   !strchr(raw.s, '\033'),
 	   "json");

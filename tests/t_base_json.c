@@ -28,7 +28,8 @@ static json_t *parse(const char *s)
 static void test_members(void)
 {
 	static const char doc[] =
-		"{\"s\":\"x\",\"i\":7,\"w\":3.0,\"r\":2.5,\"b\":true,\"n\":null,\"big\":1e19,\"neg\":-9223372036854775808}";
+		"{\"s\":\"x\",\"i\":7,\"w\":3.0,\"r\":2.5,\"b\":true,\"n\":null,"
+		"\"big\":1e19,\"neg\":-9223372036854775808}";
 	json_t *o = parse(doc);
 	struct err e = ERR_INIT;
 	const char *s;
@@ -97,28 +98,34 @@ static void test_places(void)
 static void test_spelling(void)
 {
 	json_t *v = parse(
-		"{\"b\":[1,-0.0,1e-06,true,null],\"a\":\"\xc3\xa9\xf0\x9f\x98\x80\\u007f/\",\"e\":{},\"l\":[]}");
+		"{\"b\":[1,-0.0,1e-06,true,null],\"a\":\"\xc3\xa9\xf0\x9f\x98\x80\\u007f/\","
+		"\"e\":{},\"l\":[]}");
 	struct text t = TEXT_INIT;
 
 	json_python(&t, v, 2, true);
 	is_str(t.s,
-	       "{\n  \"a\": \"\\u00e9\\ud83d\\ude00\\u007f/\",\n  \"b\": [\n    1,\n    -0.0,\n    1e-06,\n    true,\n    null\n  ],\n"
+	       "{\n  \"a\": \"\\u00e9\\ud83d\\ude00\\u007f/\",\n  \"b\": [\n    1,\n    -0.0,\n    1e-06,\n    "
+	       "true,\n    "
+	       "null\n  ],\n"
 	       "  \"e\": {},\n  \"l\": []\n}",
 	       "json.dump(indent=2, sort_keys=True)");
 	text_clear(&t);
 	json_python(&t, v, -1, false);
 	is_str(t.s,
-	       "{\"b\": [1, -0.0, 1e-06, true, null], \"a\": \"\\u00e9\\ud83d\\ude00\\u007f/\", \"e\": {}, \"l\": []}",
+	       "{\"b\": [1, -0.0, 1e-06, true, null], \"a\": \"\\u00e9\\ud83d\\ude00\\u007f/\", "
+	       "\"e\": {}, \"l\": []}",
 	       "json.dumps");
 	text_clear(&t);
 	json_line(&t, v);
 	is_str(t.s,
-	       "{\"b\":[1,-0.0,1e-06,true,null],\"a\":\"\xc3\xa9\xf0\x9f\x98\x80\x7f/\",\"e\":{},\"l\":[]}",
+	       "{\"b\":[1,-0.0,1e-06,true,null],\"a\":\"\xc3\xa9\xf0\x9f\x98\x80\x7f/\","
+	       "\"e\":{},\"l\":[]}",
 	       "a line");
 	text_clear(&t);
 	json_python_repr(&t, v);
 	is_str(t.s,
-	       "{'b': [1, -0.0, 1e-06, True, None], 'a': '\xc3\xa9\xf0\x9f\x98\x80\\x7f/', 'e': {}, 'l': []}",
+	       "{'b': [1, -0.0, 1e-06, True, None], 'a': '\xc3\xa9\xf0\x9f\x98\x80\\x7f/', "
+	       "'e': {}, 'l': []}",
 	       "repr");
 	json_decref(v);
 	v = parse("[\"it's\", \"\\\"\", \"'\\\"\", \"\\u200b\\n\"]");
@@ -132,7 +139,8 @@ static void test_spelling(void)
 static void test_run(void)
 {
 	static const char good[] =
-		"{\"record\":\"plan\",\"n\":1}\n{\"record\":\"range\",\"rank\":0}\n{\"record\":\"range\",\"rank\":1}\n"
+		"{\"record\":\"plan\",\"n\":1}\n{\"record\":\"range\",\"rank\":0}\n"
+		"{\"record\":\"range\",\"rank\":1}\n"
 		"{\"record\":\"plan\",\"n\":2}";
 	static const struct {
 		const char *s, *words;

@@ -114,7 +114,8 @@ static int do_json(struct err *e)
 static int do_yaml(struct err *e)
 {
 	static const char doc[] =
-		"a: &x {b: 1, c: 1_0.5}\nd: {<<: [*x, {q: z}], e: [yes, ~, 0x1f, !!str 3]}\n? &k key\n: *k\n";
+		"a: &x {b: 1, c: 1_0.5}\nd: {<<: [*x, {q: z}], e: [yes, ~, 0x1f, !!str 3]}\n"
+		"? &k key\n: *k\n";
 	json_t *v = yaml_parse(doc, strlen(doc), "doc", e);
 
 	json_decref(v);

@@ -152,7 +152,8 @@ static void test_short(void)
 static void test_good(void)
 {
 	static const char header[] =
-		"{\"z\":{\"dtype\":\"U8\",\"shape\":[0,9000000000000000000,9000000000000000000],\"data_offsets\":[8,8]},"
+		"{\"z\":{\"dtype\":\"U8\",\"shape\":[0,9000000000000000000,9000000000000000000],"
+		"\"data_offsets\":[8,8]},"
 		"\"__metadata__\":{\"k\":\"v\",\"e\":\"\"},"
 		"\"s\":{\"dtype\":\"I64\",\"shape\":[],\"data_offsets\":[8,16],\"extra\":null},"
 		"\"b\":{\"dtype\":\"BF16\",\"shape\":[2,2],\"data_offsets\":[0,8]}}     ";

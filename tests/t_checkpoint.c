@@ -145,7 +145,8 @@ static void test_files(void)
 						 ",\r\n\t\"\\u0079\": \"b.safetensors\"} }\n");
 	places(xyz, "x@a.safetensors y@b.safetensors z@none", "an index with escapes");
 	put_text("model.safetensors.index.json",
-		 "{\"metadata\":{\"weight_map\":{\"x\":\"c\"}},\"weight_map\":{\"x\":\"b.safetensors\",\"y\":\"b.safetensors\"}}");
+		 "{\"metadata\":{\"weight_map\":{\"x\":\"c\"}},"
+		 "\"weight_map\":{\"x\":\"b.safetensors\",\"y\":\"b.safetensors\"}}");
 	places(xyz, "x@b.safetensors y@b.safetensors z@none",
 	       "an index with another weight_map inside");
 }

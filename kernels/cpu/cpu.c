@@ -49,7 +49,9 @@ static int cpu_open(struct device *d, const struct device_options *o, struct err
 		return -1;
 	c->threads = wanted_threads(o);
 	c->bf16 = onednn_has_bf16();
-	*d = (struct device){ .be = &backend_cpu, .compute = o->compute, .threads = c->threads, .state = c };
+	*d = (struct device){
+		.be = &backend_cpu, .compute = o->compute, .threads = c->threads, .state = c
+	};
 	c->own = mem_calloc((size_t)c->threads, sizeof *c->own, e);
 	c->dnn = c->own ? onednn_open(e) : NULL;
 	if (!c->dnn) {

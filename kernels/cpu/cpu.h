@@ -6,7 +6,7 @@
  * A product weight [count, rows, cols] lies in memory as panels of its rows, all of one width but
  * the last of each matrix:
  *
- *	matrix 0 | panel 0: [width, K] packed | panel 1 | ... | panel n-1: [last, K] |  matrix 1 | ...
+ *	matrix 0: panel 0 [width, K] | panel 1 | ... | panel n-1 [last, K] || matrix 1: ...
  *
  * widths, and K = cols, are rounded up to 64 with zeros. The width depends on the weight's shape
  * alone, so that the sums of a column do too.

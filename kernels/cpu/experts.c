@@ -3,7 +3,7 @@
  * Routed experts. The slots of the chunk are sorted by expert and cut into tiles of EXPERT_TILE
  * rows of one expert; blocks of tiles go through five steps with all threads in each:
  *
- *	gather rows of x -> gate_up -> activation -> down -> add to the tokens, each in the order of its slots
+ *	gather rows of x -> gate_up -> activation -> down -> add to the tokens, in slot order
  *
  * A token's ids ascend and so do the experts of successive blocks: adding block by block is adding
  * in slot order.

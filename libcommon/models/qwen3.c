@@ -550,7 +550,8 @@ static void qwen3_layer(struct target *t, int i, struct chunk *c)
 	struct act silu = { .kind = ACT_SILU };
 	struct gqa gqa = {
 		.attention = {
-			.heads = (int)q->nq, .kv_heads = (int)q->nkv, .width = (int)q->D, .value_width = (int)q->D,
+			.heads = (int)q->nq, .kv_heads = (int)q->nkv,
+			.width = (int)q->D, .value_width = (int)q->D,
 			.scale = 1 / sqrtf((float)q->D), .window = l->sliding ? q->window : 0,
 		},
 		.eps = (float)q->eps,

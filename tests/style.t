@@ -1,0 +1,41 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# What a compiler does not say: line length, licence lines, and which way includes go.
+# shellcheck source=tests/tap.sh
+. "${top_srcdir:?run it by make check}/tests/tap.sh"
+
+cd "$top_srcdir" || exit 99
+# shellcheck disable=SC2046 # names without blanks
+set -- $(find libcommon kernels tools tests \( -name '*.c' -o -name '*.h' \) -print)
+
+# none PATTERN FILE...: no line of the files matches; those that do are shown
+none() {
+	pattern=$1
+	shift
+	! grep -nE -e "$pattern" "$@" /dev/null
+}
+
+columns() {
+	for file; do
+		expand "$file" | awk -v file="$file" 'length($0) > 100 { print file ":" FNR ": " length($0); bad = 1 } END { exit bad }' || return
+	done
+}
+
+licence() {
+	for file; do
+		head -n 1 "$file" | grep -q 'SPDX-License-Identifier: Apache-2.0' || {
+			echo "$file"
+			return 1
+		}
+	done
+}
+
+check "no line of C is longer than 100 columns" columns "$@"
+check "every C file begins with its licence" licence "$@"
+check "libcommon includes no device, rank or kernel header" \
+	none '^#[[:space:]]*include[[:space:]]*[<"](mpi|nccl|cuda|dnnl|oneapi|omp|immintrin|kernels|session|ref/|cpu)' libcommon/*.[ch] libcommon/models/*.c
+check "tools include no device or rank header" \
+	none '^#[[:space:]]*include[[:space:]]*[<"](mpi|nccl|cuda|dnnl|oneapi|omp|immintrin|ref/|cpu)' tools/*.c
+check "nothing asks for the locale" none 'setlocale|newlocale' libcommon/*.[ch] libcommon/models/*.c kernels/*.[ch] kernels/*/*.[ch] tools/*.c
+check "no struct hides behind a typedef" none '^typedef (struct|union|enum)' "$@"
+done_testing
