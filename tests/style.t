@@ -17,17 +17,18 @@ none() {
 
 columns() {
 	for file; do
-		expand "$file" | awk -v file="$file" 'length($0) > 100 { print file ":" FNR ": " length($0); bad = 1 } END { exit bad }' || return
-	done
+		expand "$file" | awk -v file="$file" 'length($0) > 100 { print file ":" FNR ": " length($0) " columns" }'
+	done >"$tmp/long"
+	cat "$tmp/long"
+	[ ! -s "$tmp/long" ]
 }
 
 licence() {
 	for file; do
-		head -n 1 "$file" | grep -q 'SPDX-License-Identifier: Apache-2.0' || {
-			echo "$file"
-			return 1
-		}
-	done
+		head -n 1 "$file" | grep -q 'SPDX-License-Identifier: Apache-2.0' || echo "$file"
+	done >"$tmp/bare"
+	cat "$tmp/bare"
+	[ ! -s "$tmp/bare" ]
 }
 
 check "no line of C is longer than 100 columns" columns "$@"

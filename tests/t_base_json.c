@@ -104,9 +104,8 @@ static void test_spelling(void)
 
 	json_python(&t, v, 2, true);
 	is_str(t.s,
-	       "{\n  \"a\": \"\\u00e9\\ud83d\\ude00\\u007f/\",\n  \"b\": [\n    1,\n    -0.0,\n    1e-06,\n    "
-	       "true,\n    "
-	       "null\n  ],\n"
+	       "{\n  \"a\": \"\\u00e9\\ud83d\\ude00\\u007f/\",\n  \"b\": [\n    1,\n    -0.0,\n"
+	       "    1e-06,\n    true,\n    null\n  ],\n"
 	       "  \"e\": {},\n  \"l\": []\n}",
 	       "json.dump(indent=2, sort_keys=True)");
 	text_clear(&t);

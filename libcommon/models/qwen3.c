@@ -96,7 +96,8 @@ static int read_sizes(struct qwen3 *q, const json_t *c, struct err *e)
 					 "num_key_value_heads (%lld)",
 				  (long long)q->nq, (long long)q->nkv);
 	if (!(q->eps >= 0) || q->eps > 1)
-		return err_refuse(e, CONFIG ": rms_norm_eps is %g, not a number from 0 to 1", q->eps);
+		return err_refuse(e, CONFIG ": rms_norm_eps is %g, not a number from 0 to 1",
+				  q->eps);
 	if (q->D > MOST_WIDTH)
 		return err_refuse(e, CONFIG ": head_dim is %lld, more than %d", (long long)q->D,
 				  MOST_WIDTH);
@@ -154,8 +155,9 @@ static int mark_moe(struct qwen3 *q, const json_t *c, struct err *e)
 	for (int64_t i = 0; i < q->L; i++)
 		if (q->layer[i].moe && q->K > q->E)
 			return err_refuse(e,
-					  CONFIG ": num_experts_per_tok (%lld) is larger than the number "
-						 "of experts (%lld)",
+					  CONFIG
+					  ": num_experts_per_tok (%lld) is larger than the number "
+					  "of experts (%lld)",
 					  (long long)q->K, (long long)q->E);
 	return 0;
 }
