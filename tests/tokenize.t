@@ -222,6 +222,7 @@ refuse "no such target" 1 "neither a directory nor in the local" --recipe_args.t
 refuse "a target without a tokenizer" 1 "tokenizer cannot be loaded" --recipe_args.target_model_name_or_path wrong
 refuse "a broken template" 1 "template is not valid" --recipe_args.chat_template '{% if %}'
 refuse "a template that is a directory" 3 "chat template 'wrong'" --recipe_args.chat_template wrong
+refuse "a template that renders nothing" 1 "no token at all" --recipe_args.chat_template '{{ "" }}'
 check "no such directory for the output" exits 3 "cannot write 'none/t': no such file" -c r.yaml -o none/t
 check "the output is a directory" exits 3 "cannot write 'wrong'" -c r.yaml -o wrong
 check "the output is /dev/full" exits 3 "cannot write '/dev/full': no space" -c r.yaml -o /dev/full

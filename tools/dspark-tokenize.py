@@ -472,6 +472,7 @@ class Encoder:
         text, spans = self.render(messages, tools, self.by_generation)
         every, encoding = self.encode(text)
         ids, prefixes = self.window(every), {}
+        need(ids, "the template renders it as no token at all")
         if encoding is not None and len(ids) < len(every):
             encoding.truncate(self.length, stride=0, direction="left" if self.left_cut else "right")
         if self.by_generation: mask = self.generation_mask(encoding, spans, len(ids))
@@ -558,7 +559,7 @@ def run_batch(batch):
         if supervised < work.least:
             counts["short"] += 1
             continue
-        counts.update(cut=row.cut > 0, supervised=supervised, empty=not row.ids)
+        counts.update(cut=row.cut > 0, supervised=supervised)
         ids += row.ids
         masks += bytes(row.mask)
         lengths.append(len(row.ids))
@@ -718,7 +719,6 @@ def tokenize(opt):
     if "quiet" in opt: return
     if counts["unfound"]:
         say(f"warning: {counts['unfound']} turns show no reasoning_content in the template; nothing was masked there")
-    if counts["empty"]: say(f"warning: {counts['empty']} rows have no token at all")
     least = opt["min-loss-tokens"]
     say(f"{opt['output']}: {len(offsets) - 1} rows, {offsets[-1]} tokens, {counts['supervised']} supervised, "
         f"{counts['cut']} rows cut to {settings.seq_length}"
