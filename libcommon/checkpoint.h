@@ -15,8 +15,8 @@
 #include <jansson.h>
 #include <stdbool.h>
 
+#include "catalogue.h"
 #include "digest.h"
-#include "model.h"
 
 struct err;
 
@@ -25,12 +25,6 @@ struct checkpoint_file {
 	uint64_t size, data;		/* bytes: of the file; before its tensors */
 	int64_t mtime_ns;
 	bool missing;			/* only with `estimate` */
-};
-
-/* Open hash over the names of an array of entries. */
-struct entry_index {
-	uint32_t *bucket;		/* entry number + 1, 0 = free */
-	size_t n;			/* power of two */
 };
 
 struct checkpoint {
@@ -66,19 +60,5 @@ void checkpoint_release(struct checkpoint *c);
  * with all u64 little-endian. Names and times do not enter. Refused for a partial checkpoint.
  */
 int checkpoint_identity(const struct checkpoint *c, char hex[DIGEST_HEX], struct err *e);
-
-/* -1 with *twice set to the second of two entries of one name (or NULL: no memory). */
-int entry_index_build(struct entry_index *x, const struct entry *entry, size_t n,
-		      const struct entry **twice, struct err *e);
-const struct entry *entry_index_find(const struct entry_index *x, const struct entry *entry,
-				     const char *name);
-void entry_index_release(struct entry_index *x);
-
-/*
- * Rows of an entry as weight_source counts them: all dimensions but the last ([n]: n; scalar: 1),
- * and the bytes of one.
- */
-int64_t entry_rows(const struct entry *t);
-uint64_t entry_row_bytes(const struct entry *t);
 
 #endif

@@ -198,19 +198,13 @@ static void run_embed(struct window *w, const struct part *p)
 	capture_ids(w, p, &c, TAP_EMBED, -1);
 }
 
-/*
- * Room for what goes to the experts and back; then the layer up to the router, all its experts, and
- * what follows.
- */
+/* The layer up to the router, all its experts, and what follows. */
 static void run_routed(struct target *t, int layer, const struct routing *r, struct chunk *c)
 {
 	struct routed *x = &c->routed;
 	uint64_t mark;
 
-	x->input = scratch(c, c->dev->compute, c->tokens, r->in);
-	x->ids = scratch(c, DT_I32, c->tokens, r->k);
-	x->weights = scratch(c, DT_F32, c->tokens, r->k);
-	x->sum = scratch(c, DT_F32, c->tokens, r->out);
+	routed_room(c, r);
 	mark = scratch_mark(c);
 	t->model->layer(t, layer, c);
 	scratch_release(c, mark);

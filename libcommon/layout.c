@@ -80,10 +80,7 @@ static void measure_layer(struct target *t, int i, struct chunk *c)
 		t->model->layer(t, i, c);
 		return;
 	}
-	c->routed.input = scratch(c, c->dev->compute, c->tokens, r.in);
-	c->routed.ids = scratch(c, DT_I32, c->tokens, r.k);
-	c->routed.weights = scratch(c, DT_F32, c->tokens, r.k);
-	c->routed.sum = scratch(c, DT_F32, c->tokens, r.out);
+	routed_room(c, &r);
 	mark = scratch_mark(c);
 	t->model->layer(t, i, c);
 	scratch_release(c, mark);

@@ -55,11 +55,6 @@ void log_level(int new_level)
 	level = new_level;
 }
 
-int log_verbosity(void)
-{
-	return level;
-}
-
 double log_seconds(void)
 {
 	struct timespec t;

@@ -14,7 +14,6 @@ void log_program(const char *name);
 const char *log_name(void);
 void log_rank(int rank, int world);
 void log_level(int level);		/* -1 quiet (errors only), 0 normal, 1 verbose */
-int log_verbosity(void);
 
 void log_error(const char *fmt, ...) __attribute__((format(printf, 1, 2)));
 /* "warning: ..."; not with -q */

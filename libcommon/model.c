@@ -413,3 +413,13 @@ struct tensor scratch(struct chunk *c, enum dtype dtype, int64_t rows, int64_t c
 		a->peak = a->used;
 	return t;
 }
+
+void routed_room(struct chunk *c, const struct routing *r)
+{
+	struct routed *x = &c->routed;
+
+	x->input = scratch(c, c->dev->compute, c->tokens, r->in);
+	x->ids = scratch(c, DT_I32, c->tokens, r->k);
+	x->weights = scratch(c, DT_F32, c->tokens, r->k);
+	x->sum = scratch(c, DT_F32, c->tokens, r->out);
+}

@@ -14,6 +14,7 @@
 #include <stdint.h>
 
 #include "backend.h"
+#include "catalogue.h"
 
 struct err;
 struct comm;
@@ -21,14 +22,6 @@ struct target;
 struct chunk;
 
 /* ---- weights --------------------------------------------------------------------------------- */
-
-enum shard {
-	SHARD_WHOLE,	/* on every rank */
-	/* FSDP: rank r of n holds rows [r*c, min((r+1)*c, rows)), c = ceil(rows/n) */
-	SHARD_ROWS,
-	SHARD_EXPERT,	/* E/ep consecutive experts; with ep < world ROWS over the ep_shard group */
-	SHARD_TABLE,	/* read by row id, never gathered */
-};
 
 /*
  * The unit a weight is acquired and released with. ALWAYS is acquired first and never released
@@ -101,30 +94,6 @@ struct weight_spec weight_vector(struct weight *field, enum unit_kind unit, int 
 				 const char *fmt, ...) __attribute__((format(printf, 5, 6)));
 void weight_part_add(struct weight_spec *s, int64_t rows, const char *fmt, ...)
 	__attribute__((format(printf, 3, 4)));
-
-/* A tensor's place. ndim -1: an estimate knows only its name. */
-struct entry {
-	const char *name;
-	enum dtype dtype;
-	int ndim;
-	const int64_t *shape;		/* of the whole tensor, also where only a slice is held */
-	int file;			/* index into the holder's files */
-	uint64_t begin, end;		/* bytes in that file */
-	int64_t row0, rows;	/* rows of the first dimension that are held: [row0, row0 + rows) */
-};
-
-/* Anything in which tensors are looked up by name: a checkpoint or a stage. */
-struct catalogue {
-	/* NULL if absent */
-	const struct entry *(*find)(const struct catalogue *c, const char *name);
-	const char *path;		/* for messages */
-	bool staged;			/* holds derived tensors; elsewhere they have no sources */
-	/*
-	 * an estimate: tensors that are absent or unknown count as BF16 (FP32 weights: F32, RAW:
-	 * I64)
-	 */
-	bool partial;
-};
 
 /* One stretch of rows of a weight and where it comes from. */
 struct weight_source {
@@ -234,6 +203,9 @@ struct chunk {
 struct tensor scratch(struct chunk *c, enum dtype dtype, int64_t rows, int64_t cols);
 static inline uint64_t scratch_mark(const struct chunk *c) { return c->scratch.used; }
 static inline void scratch_release(struct chunk *c, uint64_t mark) { c->scratch.used = mark; }
+
+/* The tensors of c->routed but `experts`, from scratch. */
+void routed_room(struct chunk *c, const struct routing *r);
 
 /*
  * x [T,w] of all ranks of c->cp as [keys,w] in scratch, so that piece.kv_* index it; x itself

@@ -23,12 +23,13 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "checkpoint.h"
+#include "catalogue.h"
 #include "digest.h"
-#include "model.h"
 
+struct checkpoint;
 struct err;
 struct plan;
+struct target;
 
 enum stage_form { STAGE_REFERENCE, STAGE_COPY, STAGE_LZ4, STAGE_FORMS };
 const char *stage_form_name(enum stage_form f);		/* "reference", "copy", "lz4" */

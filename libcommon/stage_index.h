@@ -26,8 +26,8 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "checkpoint.h"
 #include "digest.h"
-#include "model.h"
 #include "stage.h"
 #include "text.h"
 

@@ -20,6 +20,7 @@
 #include "layout.h"
 #include "mem.h"
 #include "recipe.h"
+#include "model.h"
 #include "stage.h"
 #include "tap.h"
 #include "tokens.h"

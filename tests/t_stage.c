@@ -23,6 +23,7 @@
 #include "pack.h"
 #include "plan.h"
 #include "safetensors.h"
+#include "model.h"
 #include "stage.h"
 #include "tap.h"
 #include "text.h"

@@ -16,6 +16,7 @@
 #include "file.h"
 #include "log.h"
 #include "mem.h"
+#include "model.h"
 #include "plan.h"
 #include "record.h"
 #include "stage.h"
