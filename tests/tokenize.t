@@ -204,7 +204,7 @@ refuse() {
 printf 'a: [' >broken.yaml
 printf '\377' >bytes.yaml
 printf '%s\n' '- 1' >list.yaml
-check "no such recipe" exits 3 "'none.yaml': no such file" -c none.yaml -o refused
+check "no such recipe" exits 1 "'none.yaml': no such file" -c none.yaml -o refused
 check "broken YAML" exits 1 "not valid YAML: .* line" -c broken.yaml -o refused
 check "a recipe in no UTF-8" exits 1 "not valid UTF-8: byte 0xff" -c bytes.yaml -o refused
 check "a recipe that is no mapping" exits 1 "no 'recipe_args'" -c list.yaml -o refused
@@ -215,13 +215,13 @@ done
 refuse "seq_length 0" 1 "at least 1, not 0" --recipe_args.seq_length 0
 refuse "seq_length x" 1 "seq_length must be an integer" --recipe_args.seq_length x
 refuse "a mask that is no flag" 1 "must be true or false, not 'maybe'" --recipe_args.mask_reasoning_content maybe
-refuse "no such rows" 3 "'none.jsonl': no such file" none.jsonl
-refuse "no such rows, as a path" 3 "'wrong/none.jsonl': no such file" wrong/none.jsonl
+refuse "no such rows" 1 "'none.jsonl': no such file" none.jsonl
+refuse "no such rows, as a path" 1 "'wrong/none.jsonl': no such file" wrong/none.jsonl
 refuse "rows in an empty directory" 1 "'wrong': not JSON" wrong
 refuse "no such target" 1 "neither a directory nor in the local" --recipe_args.target_model_name_or_path nobody/none
 refuse "a target without a tokenizer" 1 "tokenizer cannot be loaded" --recipe_args.target_model_name_or_path wrong
 refuse "a broken template" 1 "template is not valid" --recipe_args.chat_template '{% if %}'
-refuse "a template that is a directory" 3 "chat template 'wrong'" --recipe_args.chat_template wrong
+refuse "a template that is a directory" 1 "chat template 'wrong'" --recipe_args.chat_template wrong
 refuse "a template that renders nothing" 1 "no token at all" --recipe_args.chat_template '{{ "" }}'
 check "no such directory for the output" exits 3 "cannot write 'none/t': no such file" -c r.yaml -o none/t
 check "the output is a directory" exits 3 "cannot write 'wrong'" -c r.yaml -o wrong

@@ -61,6 +61,7 @@ GENERATION = re.compile(r"\{%-?\s+generation\s+-?%\}")
 SHAREGPT = {"system": "system", "human": "user", "user": "user",
             **dict.fromkeys(("gpt", "assistant", "chatgpt", "model", "bot"), "assistant")}
 BATCH_ROWS, BLOCK = 64, 1 << 20
+ABSENT = FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError    # inputs: the same tomorrow
 work = None                                       # a Work, set before worker processes fork
 
 class Stop(Exception): """Ends the program: an exit code (1 refused, 2 usage, 3 failed) and one sentence."""
@@ -96,7 +97,7 @@ def write_all(fd, data):
     data = memoryview(data)
     while data: data = data[os.write(fd, data):]
 def read_text(path, what):
-    with guard(f"{what} '{path}'"), open(path, encoding="utf-8") as f: return f.read()
+    with guard(f"{what} '{path}'", *ABSENT), open(path, encoding="utf-8") as f: return f.read()
 
 # ---------------------------------------------------------------------------------------------- command line
 def parse_args(argv):
@@ -222,7 +223,7 @@ class Source:
             if directory or is_parquet(path) and os.path.isfile(path) or is_hub_id(path):
                 return self.load(path, split, seed, directory)
         for name in [] if stdin else self.files:
-            with guard(f"rows '{name}'"): info = os.stat(name)
+            with guard(f"rows '{name}'", *ABSENT): info = os.stat(name)
             if stat.S_ISDIR(info.st_mode) or is_parquet(name):
                 raise Stop(1, f"rows '{name}': not JSON; for Parquet name one file, or one directory that holds some")
             self.total += info.st_size
@@ -250,7 +251,7 @@ class Source:
             return
         for name in self.files:
             shown = "stdin" if self.stdin else name
-            with guard(f"rows '{shown}'"), open(0 if self.stdin else name, "rb", closefd=not self.stdin) as f:
+            with guard(f"rows '{shown}'", *ABSENT), open(0 if self.stdin else name, "rb", closefd=not self.stdin) as f:
                 stream = self.stdin or not stat.S_ISREG(os.fstat(f.fileno()).st_mode)
                 lines = stream or os.path.splitext(name)[1].lower() in (".jsonl", ".ndjson")
                 yield from line_batches(f, shown) if lines else value_batches(f, shown)
@@ -415,7 +416,7 @@ def tokenizer_xxh3_128(target):
         path = os.path.join(os.fsencode(target), name)
         if not os.path.isfile(path): continue
         digest.update(name + b"\0" + struct.pack("<Q", os.path.getsize(path)))
-        with guard(f"target '{target}', {os.fsdecode(name)}"), open(path, "rb") as f:
+        with guard(f"target '{target}', {os.fsdecode(name)}", *ABSENT), open(path, "rb") as f:
             for block in blocks(f): digest.update(block)
     return digest.hexdigest()
 
