@@ -10,6 +10,7 @@
 #include <string.h>
 #include <sys/resource.h>
 
+#include "cache_view.h"
 #include "json.h"
 #include "mem.h"
 #include "session.h"
@@ -181,6 +182,34 @@ static int read_rows(void *ctx, int which, int64_t row0, int64_t n, float *buf, 
 	return weights_rows(ctx, which ? UNIT_EXPORT : UNIT_EMBED, row0, n, buf, e);
 }
 
+/*
+ * A plan leaves out what was published when it was made. If that has gone since, no rank would
+ * make it again, however often this run is started.
+ */
+static int check_cover(const struct session *s, const char *dir, struct err *e)
+{
+	int64_t shards = geometry_shards(&s->plan.g), count;
+	bool *gone = mem_calloc((size_t)shards, sizeof *gone, e);
+	struct text list = TEXT_INIT;
+	int rc = gone ? 0 : -1;
+
+	for (int64_t n = 0; gone && n < shards; n++)
+		gone[n] = !s->done[n];
+	for (int r = 0; gone && r < s->plan.world; r++)
+		for (int i = 0; i < s->plan.range[r].nintervals; i++)
+			for (int64_t n = s->plan.range[r].shards[i][0];
+			     n < s->plan.range[r].shards[i][1]; n++)
+				gone[n] = false;
+	count = gone ? cache_intervals(&list, gone, shards) : 0;
+	if (count)
+		rc = err_refuse(e, "'%s' has lost what was published when the plan was made, shard%s "
+				"%s: run dspark-plan again", dir, count == 1 ? "" : "s",
+				list.s ? list.s : "?");
+	text_release(&list);
+	free(gone);
+	return rc;
+}
+
 static int open_cache(struct session *s, struct err *e)
 {
 	struct cache_weights w = { read_rows, &s->weights };
@@ -191,7 +220,8 @@ static int open_cache(struct session *s, struct err *e)
 
 	s->done = mem_calloc((size_t)geometry_shards(&s->plan.g), sizeof *s->done, e);
 	if (!dir || !s->done ||
-	    cache_done(dir, &s->plan.g, s->plan.identity.digest, s->done, &count, e))
+	    cache_done(dir, &s->plan.g, s->plan.identity.digest, s->done, &count, e) ||
+	    check_cover(s, dir, e))
 		goto out;
 	for (int i = 0; i < r->nintervals; i++)
 		for (int64_t n = r->shards[i][0]; n < r->shards[i][1]; n++)

@@ -65,6 +65,8 @@ void cli_begin(struct cli *c, const char *name, const char *usage)
 	arm(SIGINT);
 	arm(SIGTERM);
 	arm(SIGHUP);
+	arm(SIGXCPU);
+	signal(SIGXFSZ, SIG_IGN); /* then a write beyond the limit fails like any other */
 }
 
 /* Does the usage text have the option -c? It lists them all. */

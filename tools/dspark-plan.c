@@ -142,7 +142,9 @@ static int parse_one(struct options *o, int ch, struct err *e)
 		o->layout.weights = choice - 1;
 		return 0;
 	case OPT_MEMORY:
-		return cli_size("--memory", optarg, &o->layout.memory, e);
+		if (cli_size("--memory", optarg, &o->layout.memory, e))
+			return -1;
+		return o->layout.memory ? 0 : err_usage(e, "option '--memory': 0 holds nothing");
 	default:
 		return cli_int("--window-tokens", optarg, 1, INT32_MAX, &o->layout.window_tokens,
 			       e);
