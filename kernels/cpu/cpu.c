@@ -6,24 +6,38 @@
 
 #include <sched.h>
 #include <stdlib.h>
+#include <unistd.h>
 
 #include "cpu.h"
 #include "mem.h"
+
+/*
+ * The cores this process may use. Ranks of a host share them, unless the launcher has bound each to
+ * cores of its own: it is not bound itself, and tells by that what there is to share.
+ */
+static long cores_of_rank(int ranks)
+{
+	cpu_set_t own, launcher;
+	long n, all;
+
+	if (sched_getaffinity(0, sizeof own, &own))
+		return 1;
+	n = CPU_COUNT(&own);
+	if (ranks < 2)
+		return n;
+	all = sched_getaffinity(getppid(), sizeof launcher, &launcher) ? n : CPU_COUNT(&launcher);
+	return all / ranks < n ? all / ranks : n;
+}
 
 /* OMP_NUM_THREADS may be a list for nested regions: the first number counts. */
 static int wanted_threads(const struct device_options *o)
 {
 	const char *s = getenv("OMP_NUM_THREADS");
 	long n = o->threads > 0 ? o->threads : s ? strtol(s, NULL, 10) : 0;
-	int local = o->local_size > 1 ? o->local_size : 1;
-	cpu_set_t cores;
 
-	if (n > 0)
-		return n < 4096 ? (int)n : 4096;
-	if (sched_getaffinity(0, sizeof cores, &cores))
-		return 1;
-	n = CPU_COUNT(&cores) / local;
-	return n > 0 ? (int)n : 1;
+	if (n <= 0)
+		n = cores_of_rank(o->local_size);
+	return n < 1 ? 1 : n < 4096 ? (int)n : 4096;
 }
 
 static void cpu_close(struct device *d)
