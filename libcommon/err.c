@@ -57,14 +57,13 @@ int err_fail(struct err *e, const char *fmt, ...)
  */
 static void err_set_errno(struct err *e, int code, int number, const char *fmt, va_list ap)
 {
-	char number_buf[128];
 	const char *reason;
 	size_t len, room;
 
 	if (e->code)
 		return;
 	err_set(e, code, fmt, ap);
-	reason = strerror_r(number, number_buf, sizeof number_buf);
+	reason = strerror(number);
 	len = strlen(e->text);
 	room = sizeof e->text - 1 - strnlen(reason, 128) - 2;
 	if (len > room)

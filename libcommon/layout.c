@@ -55,7 +55,11 @@ static int size_weight(struct weight_walk *w, const struct weight_spec *s, struc
 	return 0;
 }
 
-int layout_weight_bytes(struct target *t, const struct catalogue *c, enum dtype compute,
+/*
+ * Of the weights that every rank of a replicated target keeps in device memory (the head that only
+ * target_weights wants is not counted). The walk also describes the target's weights.
+ */
+static int weights_size(struct target *t, const struct catalogue *c, enum dtype compute,
 			uint64_t *bytes, struct err *e)
 {
 	struct sizer z = { { size_weight }, c, compute, 0 };
@@ -87,8 +91,9 @@ static void measure_layer(struct target *t, int i, struct chunk *c)
 	t->model->finish(t, i, c);
 }
 
-uint64_t layout_scratch_bytes(struct target *t, const int64_t *ids, int nids, enum dtype compute,
-			      int64_t tokens)
+/* What a chunk takes at most in any unit, captures included. After weights_size. */
+static uint64_t scratch_size(struct target *t, const int64_t *ids, int nids, enum dtype compute,
+			     int64_t tokens)
 {
 	struct device d = { .be = &backend_measure, .compute = compute };
 	struct piece whole = { .count = tokens, .length = tokens, .kv_count = tokens };
@@ -116,7 +121,7 @@ uint64_t layout_scratch_bytes(struct target *t, const int64_t *ids, int nids, en
 	return c.scratch.peak;
 }
 
-uint64_t layout_carry_bytes(const struct target *t, enum dtype compute, int64_t tokens)
+static uint64_t carry_size(const struct target *t, enum dtype compute, int64_t tokens)
 {
 	uint64_t bytes = 0;
 
@@ -145,11 +150,11 @@ static int plan_memory(struct plan *p, struct target *target, const struct check
 
 	p->chunk_most = longest > p->chunk_tokens ? longest : p->chunk_tokens;
 	p->window_most = longest > p->window_tokens ? longest : p->window_tokens;
-	if (layout_weight_bytes(target, &c->catalogue, p->compute, &p->weight_bytes, e))
+	if (weights_size(target, &c->catalogue, p->compute, &p->weight_bytes, e))
 		return -1;
 	p->scratch_bytes =
-		layout_scratch_bytes(target, p->ids, p->g.nids, p->compute, p->chunk_most);
-	p->carry_bytes = layout_carry_bytes(target, p->compute, p->window_most);
+		scratch_size(target, p->ids, p->g.nids, p->compute, p->chunk_most);
+	p->carry_bytes = carry_size(target, p->compute, p->window_most);
 	/* Two windows of captured states: one being filled, one being written. */
 	p->capture_bytes = 2 * (uint64_t)p->window_most * (uint64_t)(p->g.nids + 1) *
 			   (uint64_t)p->g.hidden * dtype_size(p->g.dtype);

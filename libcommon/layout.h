@@ -54,21 +54,4 @@ int layout_plan(struct plan *p, const struct recipe *r, struct target *target,
  */
 json_t *layout_host(const struct plan *p, const struct recipe *r, struct err *e);
 
-/*
- * Bytes of the weights that every rank of a replicated target keeps in device memory (EXPORT not
- * counted), over the walk.
- */
-int layout_weight_bytes(struct target *t, const struct catalogue *c, enum dtype compute,
-			uint64_t *bytes, struct err *e);
-
-/*
- * Scratch a chunk of `tokens` tokens needs at most in any unit, captures of `ids` included. After
- * layout_weight_bytes, which describes the weights.
- */
-uint64_t layout_scratch_bytes(struct target *t, const int64_t *ids, int nids, enum dtype compute,
-			      int64_t tokens);
-
-/* Bytes of all carry arrays of a window of `tokens` tokens. */
-uint64_t layout_carry_bytes(const struct target *t, enum dtype compute, int64_t tokens);
-
 #endif
