@@ -354,11 +354,14 @@ static const struct entry *find(const struct catalogue *cat, const char *name)
 	return entry_index_find(&c->index, c->entry, name);
 }
 
-static void fill(struct entry *to, size_t file, const struct st_tensor *t, int64_t **shape)
+/* `name` and `file` stand since the index was read: other threads look at them now. */
+static void fill(struct entry *to, const struct st_tensor *t, int64_t **shape)
 {
-	*to = (struct entry){ .name = to->name, .dtype = t->dtype, .ndim = t->ndim,
-			      .shape = *shape, .file = (int)file, .begin = t->begin,
-			      .end = t->end };
+	to->dtype = t->dtype;
+	to->ndim = t->ndim;
+	to->shape = *shape;
+	to->begin = t->begin;
+	to->end = t->end;
 	memcpy(*shape, t->shape, (size_t)t->ndim * sizeof **shape);
 	*shape += t->ndim;
 	to->rows = entry_rows(to);
@@ -379,7 +382,7 @@ static int fill_entries(struct checkpoint *c, size_t i, const struct safetensors
 		struct entry *t = (struct entry *)find(&c->catalogue, s->tensor[k].name);
 
 		if (t && t->file == (int)i)
-			fill(t, i, &s->tensor[k], &shape);
+			fill(t, &s->tensor[k], &shape);
 	}
 	return 0;
 }
@@ -403,7 +406,8 @@ static int list_entries(struct reader *r, size_t i, const struct safetensors *s,
 	for (k = 0; k < s->n; k++) {
 		list->entry[k].name = name;
 		name = stpcpy(name, s->tensor[k].name) + 1;
-		fill(&list->entry[k], i, &s->tensor[k], &shape);
+		list->entry[k].file = (int)i;
+		fill(&list->entry[k], &s->tensor[k], &shape);
 	}
 	list->n = s->n;
 	return 0;
