@@ -202,9 +202,10 @@ static int check_cover(const struct session *s, const char *dir, struct err *e)
 				gone[n] = false;
 	count = gone ? cache_intervals(&list, gone, shards) : 0;
 	if (count)
-		rc = err_refuse(e, "'%s' has lost what was published when the plan was made, shard%s "
-				"%s: run dspark-plan again", dir, count == 1 ? "" : "s",
-				list.s ? list.s : "?");
+		rc = err_refuse(e,
+				"'%s' has lost what was published when the plan was made, shard%s "
+				"%s: run dspark-plan again",
+				dir, count == 1 ? "" : "s", list.s ? list.s : "?");
 	text_release(&list);
 	free(gone);
 	return rc;
