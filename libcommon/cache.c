@@ -17,6 +17,7 @@
 #include <string.h>
 
 #include "cache.h"
+#include "cache_scan.h"
 #include "err.h"
 #include "file.h"
 #include "json.h"
@@ -268,6 +269,23 @@ out:
 	return rc;
 }
 
+/* A cache whose weights are not finite trains nothing, and verify would refuse it for ever. */
+static int check_rows(const struct cache *c, int which, int64_t row, int64_t n, const char *p,
+		      struct err *e)
+{
+	size_t bytes = (size_t)c->g.hidden * dtype_size(c->g.dtype);
+	bool zero;
+
+	for (int64_t i = 0; i < n; i++, p += bytes)
+		if (!scan_finite(p, bytes, c->g.dtype, &zero))
+			return err_refuse(e, "row %lld of the target's %s is not finite as %s: "
+					  "check the checkpoint, or set another "
+					  "recipe_args.cache_dtype", (long long)(row + i),
+					  which ? "lm_head" : "embeddings",
+					  dtype_recipe_name(c->g.dtype));
+	return 0;
+}
+
 /* Rows of one matrix, converted, hashed and written at `off`. */
 static int copy_matrix(const struct cache *c, const struct cache_weights *w, int which,
 		       const struct file_new *f, uint64_t off, char hex[DIGEST_HEX], struct err *e)
@@ -291,6 +309,8 @@ static int copy_matrix(const struct cache *c, const struct cache_weights *w, int
 		if (w->read(w->ctx, which, row, n, rows, e))
 			goto out;
 		dtype_convert(out, c->g.dtype, rows, DT_F32, (size_t)(n * hidden));
+		if (check_rows(c, which, row, n, out, e))
+			goto out;
 		digest_update(d, out, bytes);
 		if (file_pwrite(f->fd, f->tmp, out, bytes, off, e))
 			goto out;

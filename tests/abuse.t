@@ -260,4 +260,13 @@ bad_run "NUL bytes" 'not a record'
 sed '/"record":"range"/d' run >r
 bad_run "no range" 'range'
 check "nothing was made" test ! -e other
+
+# ---- weights --------------------------------------------------------------------------------------------------------------------------
+nan() {
+	header=$(od -An -tu8 -N8 model/model.safetensors | tr -d ' ')
+	printf '\300\177' | dd of=model/model.safetensors bs=1 seek=$((8 + header)) conv=notrunc 2>dd.err
+	plan --set recipe_args.cache_output_dir=nan | dspark-load -q -s nan.stage >r || return
+	expect 1 "row 0 of the target's embeddings is not finite" dspark-forward -q r && [ ! -e nan/target_weights.safetensors ]
+}
+check "a NaN in a row of the embeddings that no token uses" nan
 done_testing
