@@ -123,23 +123,32 @@ cuts model/model.safetensors
 # ---- recipes --------------------------------------------------------------------------------------------------------------------
 cp recipe.yaml recipe.whole
 
-# recipe NAME TEXT: the recipe is standard input
+# recipe NAME TEXT: refuses what was written to recipe.yaml. Behind a pipe it would count in a subshell.
 recipe() {
-	cat >recipe.yaml
 	refuses "recipe: $1" "$2" plan
 }
-recipe empty 'not a recipe' </dev/null
-echo '- a' | recipe "a list" 'not a recipe'
-printf 'recipe_args: {a: \000}\n' | recipe "a NUL byte" 'control characters'
-printf 'recipe_args: {a: "\377"}\n' | recipe "invalid UTF-8" 'UTF-8'
-printf 'recipe_args:\n\tseq_length: 1\n' | recipe "a tab" 'line 2'
-printf 'a: &a [*a]\n' | recipe "an alias in its own anchor" 'anchor'
+: >recipe.yaml
+recipe empty 'not a recipe'
+echo '- a' >recipe.yaml
+recipe "a list" 'not a recipe'
+printf 'recipe_args: {a: \000}\n' >recipe.yaml
+recipe "a NUL byte" 'control characters'
+printf 'recipe_args: {a: "\377"}\n' >recipe.yaml
+recipe "invalid UTF-8" 'UTF-8'
+printf 'recipe_args:\n\tseq_length: 1\n' >recipe.yaml
+recipe "a tab" 'line 2'
+printf 'a: &a [*a]\n' >recipe.yaml
+recipe "an alias in its own anchor" 'anchor'
 awk 'BEGIN { print "a0: &a0 [x,x,x,x,x,x,x,x,x,x]"
-	for (i = 1; i < 12; i++) { a = "*a" (i - 1); print "a" i ": &a" i " [" a "," a "," a "," a "," a "," a "," a "," a "]" } }' |
-	recipe "an alias bomb" 'aliases expand'
-awk 'BEGIN { for (i = 0; i < 20000; i++) printf "[" }' | recipe "20,000 brackets" 'nested too deeply'
-{ cat recipe.whole; echo '---'; } | recipe "two documents" 'more than one document'
-sed 's/rows.jsonl/$DSPARK_UNSET/' recipe.whole | recipe "an unset variable" 'DSPARK_UNSET'
+	for (i = 1; i < 12; i++) { a = "*a" (i - 1); print "a" i ": &a" i " [" a "," a "," a "," a "," a "," a "," a "," a "]" } }' >recipe.yaml
+recipe "an alias bomb" 'aliases expand'
+awk 'BEGIN { for (i = 0; i < 20000; i++) printf "[" }' >recipe.yaml
+recipe "20,000 brackets" 'nested too deeply'
+{ cat recipe.whole; echo '---'; } >recipe.yaml
+recipe "two documents" 'more than one document'
+# shellcheck disable=SC2016 # dspark expands it
+sed 's/rows.jsonl/$DSPARK_UNSET/' recipe.whole >recipe.yaml
+recipe "an unset variable" 'DSPARK_UNSET'
 cp recipe.whole recipe.yaml
 for key in ep_size cp_size dp_replicate_size; do
 	for size in 4294967296 4294967297 9223372036854775807 -1; do
