@@ -52,6 +52,7 @@ one_pipe() {
 	plan one "$@" | dspark-load -q -s stage | dspark-forward -q | dspark-manifest merge >merged && dspark-manifest verify one
 }
 check "one pipe, fp32" one_pipe
+check "the expected identity" grep "\"identity_xxh3_128\":\"$(cat "$example/expected")\"" merged
 mv one fp32
 check "one pipe, bf16" one_pipe --compute-dtype bf16
 mv one bf16
