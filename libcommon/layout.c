@@ -372,6 +372,17 @@ static uint64_t blocks(uint64_t bytes, uint64_t block)
 	return (bytes + block - 1) / block * block;
 }
 
+static bool has_target_weights(const struct plan *p)
+{
+	struct err none = ERR_INIT;
+	char *path = file_join(p->cache_dir, "target_weights.safetensors", &none);
+	uint64_t size = 0;
+	bool there = path && !file_size(path, &size, NULL, &none);
+
+	free(path);
+	return there && size == p->target_weights_bytes;
+}
+
 /* Exact file sizes, and what will be allocated for everything and for what is still to do. */
 static void plan_sizes(struct plan *p, const struct tokens *t, const struct todo *d,
 		       const struct file_space *space, uint64_t *needed)
@@ -386,7 +397,7 @@ static void plan_sizes(struct plan *p, const struct tokens *t, const struct todo
 		p->target_weights_bytes +
 		(shards ? (uint64_t)(shards - 1) * p->shard_bytes + p->last_shard_bytes : 0);
 	p->allocated_bytes = blocks(p->target_weights_bytes, space->block) + space->block;
-	*needed = d->left ? p->allocated_bytes : 0;
+	*needed = d->left && !has_target_weights(p) ? p->allocated_bytes : 0;
 	for (int64_t s = 0; s < shards && t; s++) {
 		uint64_t b = geometry_allocated(&p->g, geometry_shard_rows(&p->g, s),
 						shard_tokens(p, t, s), space->block, space->sparse);

@@ -189,7 +189,12 @@ static json_t *metadata(const struct shard_writer *w, struct err *e)
 int shard_mark_bad(struct shard_writer *w, struct err *e)
 {
 	char *path = mem_printf(e, "%s.bad", w->file.path);
+	int n;
 
+	for (n = 1; path && file_exists(path); n++) {
+		free(path);
+		path = mem_printf(e, "%s.%d.bad", w->file.path, n);
+	}
 	if (!path)
 		return -1;
 	free(w->file.path);

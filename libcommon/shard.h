@@ -52,7 +52,10 @@ int shard_begin(struct shard_writer *w, const struct cache *c, int64_t index, st
 /* ids, mask [len], states [len, L*H] and last [len, H] in the cache dtype; 1 <= len <= S. */
 int shard_row(struct shard_writer *w, int64_t row, const int32_t *ids, const uint8_t *mask,
 	      int64_t len, const void *states, const void *last, struct err *e);
-/* publish will name the file shard-%06d.safetensors.bad, which no reader takes for a shard. */
+/*
+ * publish will name the file shard-%06d.safetensors.bad (.N.bad where that is taken), which no
+ * reader takes for a shard.
+ */
 int shard_mark_bad(struct shard_writer *w, struct err *e);
 /*
  * Writes the header, fsyncs, renames. Refuses while rows are missing. *bytes (may be NULL): the
