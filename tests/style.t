@@ -37,6 +37,14 @@ check "libcommon includes no device, rank or kernel header" \
 	none '^#[[:space:]]*include[[:space:]]*[<"](mpi|nccl|cuda|dnnl|oneapi|omp|immintrin|kernels|session|ref/|cpu)' libcommon/*.[ch] libcommon/models/*.c
 check "tools include no device or rank header" \
 	none '^#[[:space:]]*include[[:space:]]*[<"](mpi|nccl|cuda|dnnl|oneapi|omp|immintrin|ref/|cpu)' tools/*.c
+# What is listed twice is built into two libraries, or where its library is missing.
+once() {
+	grep -oE '(libcommon|kernels|tools)/[a-z0-9_/-]+\.[ch]' Makefile.am | sort | uniq -d >"$tmp/twice"
+	cat "$tmp/twice"
+	[ ! -s "$tmp/twice" ]
+}
+
+check "Makefile.am names every source once" once
 check "nothing asks for the locale" none 'setlocale|newlocale' libcommon/*.[ch] libcommon/models/*.c kernels/*.[ch] kernels/*/*.[ch] tools/*.c
 check "no struct hides behind a typedef" none '^typedef (struct|union|enum)' "$@"
 done_testing
