@@ -39,7 +39,7 @@ check "tools include no device or rank header" \
 	none '^#[[:space:]]*include[[:space:]]*[<"](mpi|nccl|cuda|dnnl|oneapi|omp|immintrin|ref/|cpu)' tools/*.c
 # What is listed twice is built into two libraries, or where its library is missing.
 once() {
-	grep -oE '(libcommon|kernels|tools)/[a-z0-9_/-]+\.[ch]' Makefile.am | sort | uniq -d >"$tmp/twice"
+	sed -nE 's,^[[:blank:]]+((libcommon|kernels)/[a-z0-9_/]+\.c).*,\1,p' Makefile.am | sort | uniq -d >"$tmp/twice"
 	cat "$tmp/twice"
 	[ ! -s "$tmp/twice" ]
 }
