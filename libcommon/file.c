@@ -191,11 +191,12 @@ int file_size(const char *path, uint64_t *size, int64_t *mtime_ns, struct err *e
 	return 0;
 }
 
+/* What may not be looked at is there for all we know: opening it will say why it cannot be read. */
 bool file_exists(const char *path)
 {
 	struct stat st;
 
-	return !stat(path, &st);
+	return !stat(path, &st) || errno == EACCES || errno == ELOOP || errno == EIO;
 }
 
 bool file_is_dir(const char *path)

@@ -278,4 +278,14 @@ nan() {
 	expect 1 "row 0 of the target's embeddings is not finite" dspark-forward -q r && [ ! -e nan/target_weights.safetensors ]
 }
 check "a NaN in a row of the embeddings that no token uses" nan
+
+# ---- tokenizers -----------------------------------------------------------------------------------------------------------------------
+# transformers makes an empty tokenizer, and says nothing, where the vocabulary is missing.
+no_vocabulary() {
+	rm model/tokenizer.json
+	expect 1 'no vocabulary' dspark-tokenize -q -c recipe.yaml -o t "$example/rows.jsonl" && [ ! -e t ]
+}
+if need_python "a tokenizer without vocabulary" transformers; then
+	check "a tokenizer without vocabulary" no_vocabulary
+fi
 done_testing

@@ -388,6 +388,7 @@ def load_tokenizer(settings):
             if not last and isinstance(e, AttributeError) and "max_position_embeddings" in str(e): continue
             raise Stop(1, f"target '{target}': its tokenizer cannot be loaded: {why(e)}" if os.path.isdir(target) else
                        f"target '{target}' is neither a directory nor in the local Hugging Face cache")
+    if len(tok.get_added_vocab()) >= len(tok): raise Stop(1, f"target '{target}': the tokenizer has no vocabulary file")
     if settings.chat_template is not None: tok.chat_template = resolve_template(str(settings.chat_template))
     if not isinstance(getattr(tok, "chat_template", None), str) and not tok.chat_template:
         raise Stop(1, f"target '{target}' has no chat template; set recipe_args.chat_template")
