@@ -34,7 +34,7 @@ int file_pwrite(int fd, const char *path, const void *buf, size_t n, uint64_t of
 
 /* Of a regular file; mtime_ns may be NULL. */
 int file_size(const char *path, uint64_t *size, int64_t *mtime_ns, struct err *e);
-bool file_exists(const char *path);			/* follows links; true if it cannot be seen */
+bool file_exists(const char *path);			/* follows links; true where barred */
 bool file_is_dir(const char *path);
 int file_mkdir_p(const char *path, struct err *e);	/* 0777 less umask; existing is success */
 /* `name` alone if absolute */

@@ -1,6 +1,6 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# What hostile input and surroundings may do: every refusal is one message with the right exit status, nothing hangs, crashes, or
+# What hostile input and surroundings may do: every refusal is one message with the right exit status, nothing hangs, crashes or
 # leaves a temporary, a partial file or a plan behind.
 # shellcheck source=tests/tap.sh
 . "${top_srcdir:?run it by make check}/tests/tap.sh"
