@@ -778,7 +778,6 @@ def run(argv):
     else: tokenize(opt)
 def on_signal(signum, frame):
     raise Signalled(signal.Signals(signum).name)
-
 def main():
     warnings.simplefilter("ignore")
     for fd in (0, 1, 2):                          # a closed one must not become a data file; its use shall fail
