@@ -139,7 +139,6 @@ printf 'recipe_args:\n\tseq_length: 1\n' >recipe.yaml
 recipe "a tab" 'line 2'
 printf 'a: &a [*a]\n' >recipe.yaml
 recipe "an alias in its own anchor" 'anchor'
-# shellcheck disable=SC2016 # for the recipe, not for sh
 awk 'BEGIN { print "a0: &a0 [x,x,x,x,x,x,x,x,x,x]"
 	for (i = 1; i < 12; i++) { a = "*a" (i - 1); print "a" i ": &a" i " [" a "," a "," a "," a "," a "," a "," a "," a "]" } }' >recipe.yaml
 recipe "an alias bomb" 'aliases expand'
