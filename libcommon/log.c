@@ -232,14 +232,14 @@ static void clock_text(char *out, size_t room, double seconds)
 		snprintf(out, room, "%ldd%02ldh", s / 86400, s / 3600 % 24);
 }
 
-/* Three figures and a letter, powers of `base`. */
-static void short_number(char *out, size_t room, double v, double base)
+/* Three figures and a letter. */
+static void short_number(char *out, size_t room, double v)
 {
 	static const char unit[] = " kMGTPE";
 	size_t u = 0;
 
-	while (v >= 0.9995 * base && unit[u + 1]) {
-		v /= base;
+	while (v >= 999.5 && unit[u + 1]) {
+		v /= 1000;
 		u++;
 	}
 	snprintf(out, room, "%.*f%.*s", v < 9.995 ? 2 : v < 99.95 ? 1 : 0, v, u ? 1 : 0, unit + u);
@@ -261,14 +261,14 @@ static size_t rate_text(const struct progress *p, double now, char *out, size_t 
 
 	out[0] = '\0';
 	if (p->tokens) {
-		short_number(num, sizeof num, (double)p->tokens / seconds, 1000);
+		short_number(num, sizeof num, (double)p->tokens / seconds);
 		n += cut(snprintf(out + n, room - n, ", %s tokens/s", num), room - n);
 	} else if (p->done) {
-		short_number(num, sizeof num, (double)p->done / seconds, 1000);
+		short_number(num, sizeof num, (double)p->done / seconds);
 		n += cut(snprintf(out + n, room - n, ", %s %s/s", num, p->what), room - n);
 	}
 	if (p->bytes) {
-		short_number(num, sizeof num, (double)p->bytes, 1024);
+		short_number(num, sizeof num, (double)p->bytes);
 		n += cut(snprintf(out + n, room - n, ", %sB", num), room - n);
 	}
 	clock_text(num, sizeof num, seconds);

@@ -183,21 +183,26 @@ static void say_size(const char *what, uint64_t bytes)
 
 static void explain(const struct plan *p)
 {
+	uint64_t token = 0;
 	int64_t shards = 0;
 
 	if (!p->runnable)
-		log_info("this is an estimate: give -t TOKENS and the whole checkpoint for a plan "
-			 "that can run");
+		log_info("this is an estimate: a plan that can run needs -t TOKENS%s",
+			 p->weights[0] ? "" : " and the whole checkpoint");
 	for (int i = 0; p->range && i < p->world; i++)
 		shards += p->range[i].nshards;
 	if (p->range)
-		log_info("%lld rows in %lld shards, %lld still to do, over %d ranks",
+		log_info("%lld rows in %lld shards, %lld still to do, for %d rank%s",
 			 (long long)p->g.rows, (long long)geometry_shards(&p->g), (long long)shards,
-			 p->world);
+			 p->world, p->world == 1 ? "" : "s");
+	for (int t = 0; t < SHARD_TENSORS; t++)
+		token += geometry_token_bytes(&p->g, t);
+	say_size("a token on disk", token);
 	say_size("a full shard", p->shard_bytes);
 	if (p->range)
 		say_size("on disk at most", p->allocated_bytes);
 	say_size("memory of a rank", plan_rank_bytes(p));
+	log_info("computed in %s on device '%s'", dtype_recipe_name(p->compute), p->device);
 	for (int i = 0; p->range && i < p->world; i++)
 		log_debug("rank %d: %lld shards, %lld rows, %lld tokens, %lld windows", i,
 			  (long long)p->range[i].nshards, (long long)p->range[i].rows,
