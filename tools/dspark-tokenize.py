@@ -387,7 +387,7 @@ def load_tokenizer(settings):
             how["config"] = PreTrainedConfig(max_position_embeddings=1)   # for one that only its class completes
             if not last and isinstance(e, AttributeError) and "max_position_embeddings" in str(e): continue
             raise Stop(1, f"target '{target}': its tokenizer cannot be loaded: {why(e)}" if os.path.isdir(target) else
-                       f"target '{target}' is neither a directory nor in the local Hugging Face cache")
+                       f"target '{target}' is neither a directory nor in the local Hugging Face cache; download it")
     if len(tok.get_added_vocab()) >= len(tok): raise Stop(1, f"target '{target}': the tokenizer has no vocabulary file")
     if settings.chat_template is not None: tok.chat_template = resolve_template(str(settings.chat_template))
     if not isinstance(getattr(tok, "chat_template", None), str) and not tok.chat_template:
@@ -719,9 +719,9 @@ def tokenize(opt):
         offsets, counts = spill(opt, ids, masks)
         write_tokens(fd, metadata_of(settings, tok), offsets, ids, masks)
     if "quiet" in opt: return
-    if counts["unfound"]:
-        say(f"warning: {counts['unfound']} turns show no reasoning_content in the template; nothing was masked there")
     least = opt["min-loss-tokens"]
+    if counts["unfound"]: say(f"warning: {counts['unfound']} turns show no reasoning_content; nothing was masked there")
+    if not counts["supervised"]: say("warning: no token is supervised: see --show ROW and recipe_args.chat_template")
     say(f"{opt['output']}: {len(offsets) - 1} rows, {offsets[-1]} tokens, {counts['supervised']} supervised, "
         f"{counts['cut']} rows cut to {settings.seq_length}"
         + (f", {counts['bad']} invalid rows dropped" if "skip-invalid" in opt else "")
