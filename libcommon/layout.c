@@ -512,12 +512,18 @@ static int plan_mesh(struct plan *p, const struct recipe *r, const struct target
 static int plan_device(struct plan *p, const struct recipe *r, const struct layout_options *o,
 		       struct err *e)
 {
-	bool cuda = !strcmp(o->device, "cuda") ||
-		    (!strcmp(o->device, "auto") &&
-		     (o->cuda_here || (p->world > 1 && r->backend && !strcmp(r->backend, "nccl"))));
+	bool nccl = p->world > 1 && r->backend && !strcmp(r->backend, "nccl");
 
-	p->device = mem_strdup(cuda ? "cuda" : "cpu", e);
-	p->compute = o->compute != DT_NONE ? o->compute : cuda ? DT_BF16 : DT_F32;
+	if (!strcmp(o->device, "cuda"))
+		return err_refuse(e, "--device cuda is not supported in this version (cpu is)");
+	if (!strcmp(o->device, "auto") && nccl)
+		return err_refuse(e,
+				  "dist_env.backend is nccl and there are %d ranks, which means CUDA, "
+				  "but this version computes on CPUs: give --device cpu, or set "
+				  "dist_env.backend to gloo",
+				  p->world);
+	p->device = mem_strdup("cpu", e);
+	p->compute = o->compute != DT_NONE ? o->compute : DT_F32;
 	return p->device ? 0 : -1;
 }
 

@@ -30,7 +30,6 @@ struct layout_options {
 	int64_t world;			/* 0 = ep_size, else 1 */
 	enum balance balance;
 	const char *device;		/* "auto", "cpu", "cuda" */
-	bool cuda_here;			/* the build has CUDA and a device is here */
 	enum dtype compute;		/* DT_NONE = auto */
 	int weights;			/* an enum residency, -1 = auto */
 	uint64_t memory;		/* 0 = no bound */

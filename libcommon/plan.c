@@ -435,7 +435,10 @@ int plan_read(struct plan *p, const struct run *run, struct err *e)
 		return err_refuse(e, "%s: no plan record: give the output of dspark-plan",
 				  run->name);
 	if (run_next(run, "plan", &at))
-		return err_refuse(e, "%s: two plan records: give one run at a time", run->name);
+		return err_refuse(e,
+				  "%s: two plan records, as where several ranks write one log: "
+				  "give one run at a time (dspark-manifest merge takes a directory)",
+				  run->name);
 	if (take_int(rec, "version", 0, &p->version, e))
 		return -1;
 	if (p->version != PLAN_VERSION)

@@ -154,7 +154,7 @@ if [ -z "$dry" ]; then mkdir -p "$work" || exit 3; fi
 # Tokens that were put there are used as they are. Others may be old; then an estimate comes first, because what recipe or
 # target are refused for is better said before the data is read.
 if [ -n "$dry" ] || [ ! -e "$tokens" ] || [ -e "$work/tokens.from" ]; then
-	step "$work/estimate" "dspark-plan -q $config"
+	step "$work/estimate" "dspark-plan$flags $config"
 	if [ -n "$dry" ] || ! fresh; then
 		step - "dspark-tokenize$flags $config -o $(quote "$tokens")"
 		[ -n "$dry" ] || printf '%s\n' "$made_from" >"$work/tokens.from" || exit 3
