@@ -515,7 +515,8 @@ static int plan_device(struct plan *p, const struct recipe *r, const struct layo
 	bool nccl = p->world > 1 && r->backend && !strcmp(r->backend, "nccl");
 
 	if (!strcmp(o->device, "cuda"))
-		return err_refuse(e, "--device cuda is not supported in this version (cpu is)");
+		return err_refuse(e,
+				  "--device cuda is not supported in this version (cpu is)");
 	if (!strcmp(o->device, "auto") && nccl)
 		return err_refuse(e,
 				  "dist_env.backend is nccl and there are %d ranks, which means CUDA, "

@@ -436,8 +436,9 @@ int plan_read(struct plan *p, const struct run *run, struct err *e)
 				  run->name);
 	if (run_next(run, "plan", &at))
 		return err_refuse(e,
-				  "%s: two plan records, as where several ranks write one log: "
-				  "give one run at a time (dspark-manifest merge takes a directory)",
+				  "%s: two plan records, as where several ranks write one "
+				  "log: give one run at a time (dspark-manifest merge takes a "
+				  "directory)",
 				  run->name);
 	if (take_int(rec, "version", 0, &p->version, e))
 		return -1;
