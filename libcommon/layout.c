@@ -515,13 +515,12 @@ static int plan_device(struct plan *p, const struct recipe *r, const struct layo
 	bool nccl = p->world > 1 && r->backend && !strcmp(r->backend, "nccl");
 
 	if (!strcmp(o->device, "cuda"))
-		return err_refuse(e,
-				  "--device cuda is not supported in this version (cpu is)");
+		return err_refuse(e, "--device cuda is not supported in this version (cpu is)");
 	if (!strcmp(o->device, "auto") && nccl)
 		return err_refuse(e,
-				  "dist_env.backend is nccl and there are %d ranks, which means CUDA, "
-				  "but this version computes on CPUs: give --device cpu, or set "
-				  "dist_env.backend to gloo",
+				  "dist_env.backend is nccl and there are %d ranks, which means "
+				  "CUDA, but this version computes on CPUs: give --device cpu, or "
+				  "set dist_env.backend to gloo",
 				  p->world);
 	p->device = mem_strdup("cpu", e);
 	p->compute = o->compute != DT_NONE ? o->compute : DT_F32;
