@@ -240,8 +240,9 @@ check "no temporary is left by what was refused" no_hidden_either
 
 # ---- signals: a pipe that never ends keeps the program reading
 
+# A run under nohup would hand its ignored SIGHUP down.
 killed() {
-	dspark-tokenize -c r.yaml -o killed -j "$2" - <fifo 2>err &
+	env --default-signal dspark-tokenize -c r.yaml -o killed -j "$2" - <fifo 2>err &
 	child=$!
 	exec 9>fifo
 	cat many.jsonl >&9
@@ -252,8 +253,11 @@ killed() {
 	done
 	sleep 1
 	kill -"$1" "$child"
+	(sleep 30 && kill -KILL "$child") 2>/dev/null &
+	guard=$!
 	have=0
 	wait "$child" || have=$?
+	kill "$guard"
 	exec 9>&-
 	cat err
 	[ "$have" -eq 3 ] && grep -q "stopped by SIG$1" err && ! grep -q Traceback err && no_hidden && [ ! -e killed ]
