@@ -39,6 +39,10 @@ for page in "$top_srcdir"/man/*.[1-8]; do
 		continue
 	fi
 	if grep -q -E 'dspark-(tokenize|precompute)' "$tmp/cmds"; then
+		if ! command -v dspark-tokenize >/dev/null; then
+			skip "$name: examples" "built without Python"
+			continue
+		fi
 		need_python "$name: examples" transformers,jinja2,yaml,numpy,xxhash || continue
 	fi
 	if grep -q mpirun "$tmp/cmds" && [ -z "$MPIEXEC" ]; then
