@@ -30,7 +30,7 @@ man_options() {
 
 # The SYNOPSIS as words, without the name-dependent layout.
 synopsis() {
-	mandoc -T ascii -O width=500 "$1" | sed "s/.$(printf '\\b')//g" | sed -n '/^SYNOPSIS/,/^[A-Z]* *DESCRIPTION/p' | sed '1d;$d' | tr -s ' \n' '  ' | sed 's/^ //;s/ $//'
+	mandoc -T ascii -O width=500 "$1" | sed "s/.$(printf '\b')//g" | sed -n '/^SYNOPSIS/,/^[A-Z]* *DESCRIPTION/p' | sed '1d;$d' | tr -s ' \n' '  ' | sed 's/^ //;s/ $//'
 }
 
 usage_lines() {
