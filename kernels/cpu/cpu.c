@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The cpu backend's table, its threads and their memory. */
+/* The cpu backend's threads and their memory, and the choice of its verbs. */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
 #endif
@@ -40,7 +40,7 @@ static int wanted_threads(const struct device_options *o)
 	return n < 1 ? 1 : n < 4096 ? (int)n : 4096;
 }
 
-static void cpu_close(struct device *d)
+void cpu_close(struct device *d)
 {
 	struct cpu *c = d->state;
 
@@ -55,16 +55,28 @@ static void cpu_close(struct device *d)
 	*d = (struct device){ 0 };
 }
 
-static int cpu_open(struct device *d, const struct device_options *o, struct err *e)
+/* The verbs for the widest vector unit that oneDNN may use too (ONEDNN_MAX_CPU_ISA counts). */
+static const struct backend *choose_verbs(void)
+{
+#ifdef HAVE_AVX
+	if (onednn_has(ONEDNN_AVX512))
+		return &cpu_verbs_avx512;
+	if (onednn_has(ONEDNN_AVX2))
+		return &cpu_verbs_avx2;
+#endif
+	return &cpu_verbs_base;
+}
+
+int cpu_open(struct device *d, const struct device_options *o, struct err *e)
 {
 	struct cpu *c = mem_calloc(1, sizeof *c, e);
 
 	if (!c)
 		return -1;
 	c->threads = wanted_threads(o);
-	c->bf16 = onednn_has_bf16();
+	c->bf16 = onednn_has(ONEDNN_BF16);
 	*d = (struct device){
-		.be = &backend_cpu, .compute = o->compute, .threads = c->threads, .state = c
+		.be = choose_verbs(), .compute = o->compute, .threads = c->threads, .state = c
 	};
 	c->own = mem_calloc((size_t)c->threads, sizeof *c->own, e);
 	c->dnn = c->own ? onednn_open(e) : NULL;
@@ -107,26 +119,4 @@ bool cpu_own(struct device *d, size_t bytes)
 	return true;
 }
 
-const struct backend backend_cpu = {
-	.name = "cpu",
-	.open = cpu_open,
-	.close = cpu_close,
-	.sync = ref_sync,
-	.alloc = ref_alloc,
-	.free = ref_free,
-	.upload = cpu_upload,
-	.store = cpu_store,
-	.weight_alloc = cpu_weight_alloc,
-	.weight_fill = cpu_weight_fill,
-	.weight_ready = cpu_weight_ready,
-	.weight_free = cpu_weight_free,
-	.rows = cpu_rows,
-	.matmul = cpu_matmul,
-	.norm = cpu_norm,
-	.rope = cpu_rope,
-	.attention = cpu_attention,
-	.gate = cpu_gate,
-	.add = cpu_add,
-	.route = cpu_route,
-	.experts = cpu_experts,
-};
+const struct backend backend_cpu = { .name = "cpu", .open = cpu_open, .close = cpu_close };

@@ -94,6 +94,11 @@ static inline size_t whole_lines(size_t bytes)
 	return (bytes + 63) / 64 * 64;
 }
 
+int cpu_open(struct device *d, const struct device_options *o, struct err *e);
+void cpu_close(struct device *d);
+
+extern const struct backend cpu_verbs_base, cpu_verbs_avx2, cpu_verbs_avx512;
+
 /* Keeps `e` as the device's failure; safe inside a parallel region. */
 void cpu_fail(struct device *d, const struct err *e);
 
@@ -103,6 +108,37 @@ void cpu_fail(struct device *d, const struct err *e);
  */
 bool cpu_shared(struct device *d, size_t bytes);
 bool cpu_own(struct device *d, size_t bytes);
+
+/*
+ * Everything below is compiled once for each vector unit, CPU_VARIANT (base, avx2, avx512): no name
+ * of one may stand for the other's. The loops compute the same bits in each.
+ */
+#ifdef CPU_VARIANT
+#define CPU_JOIN(name, variant)	 cpu_##name##_##variant
+#define CPU_NAME(name, variant)	 CPU_JOIN(name, variant)
+#define cpu_verbs		 CPU_NAME(verbs, CPU_VARIANT)
+#define cpu_operand_row          CPU_NAME(operand_row, CPU_VARIANT)
+#define cpu_bench_bytes          CPU_NAME(bench_bytes, CPU_VARIANT)
+#define cpu_bench                CPU_NAME(bench, CPU_VARIANT)
+#define cpu_tile                 CPU_NAME(tile, CPU_VARIANT)
+#define cpu_weight_alloc         CPU_NAME(weight_alloc, CPU_VARIANT)
+#define cpu_weight_fill          CPU_NAME(weight_fill, CPU_VARIANT)
+#define cpu_weight_ready         CPU_NAME(weight_ready, CPU_VARIANT)
+#define cpu_weight_free          CPU_NAME(weight_free, CPU_VARIANT)
+#define cpu_matmul               CPU_NAME(matmul, CPU_VARIANT)
+#define cpu_experts              CPU_NAME(experts, CPU_VARIANT)
+#define cpu_attention            CPU_NAME(attention, CPU_VARIANT)
+#define cpu_act_row              CPU_NAME(act_row, CPU_VARIANT)
+#define cpu_upload               CPU_NAME(upload, CPU_VARIANT)
+#define cpu_store                CPU_NAME(store, CPU_VARIANT)
+#define cpu_rows                 CPU_NAME(rows, CPU_VARIANT)
+#define cpu_norm                 CPU_NAME(norm, CPU_VARIANT)
+#define cpu_rope                 CPU_NAME(rope, CPU_VARIANT)
+#define cpu_gate                 CPU_NAME(gate, CPU_VARIANT)
+#define cpu_add                  CPU_NAME(add, CPU_VARIANT)
+#define cpu_route                CPU_NAME(route, CPU_VARIANT)
+
+extern const struct backend cpu_verbs;
 
 /* Weights (pack.c): products are packed, everything else is ref's. */
 int cpu_weight_alloc(struct device *d, struct weight *w, struct err *e);
@@ -148,5 +184,7 @@ void cpu_gate(struct device *d, struct tensor out, struct tensor x, const struct
 void cpu_add(struct device *d, struct tensor x, struct tensor y);
 void cpu_route(struct device *d, struct tensor ids, struct tensor weights, struct tensor logits,
 	       const struct router *r);
+
+#endif /* CPU_VARIANT */
 
 #endif

@@ -148,10 +148,15 @@ static void restore(int before)
 		omp_set_num_threads(before);
 }
 
-bool onednn_has_bf16(void)
+bool onednn_has(enum onednn_isa isa)
 {
-	return (dnnl_get_effective_cpu_isa() & dnnl_cpu_isa_avx512_core_bf16) ==
-	       dnnl_cpu_isa_avx512_core_bf16;
+	static const unsigned flags[] = {
+		[ONEDNN_AVX2] = dnnl_cpu_isa_avx2,
+		[ONEDNN_AVX512] = dnnl_cpu_isa_avx512_core,
+		[ONEDNN_BF16] = dnnl_cpu_isa_avx512_core_bf16,
+	};
+
+	return ((unsigned)dnnl_get_effective_cpu_isa() & flags[isa]) == flags[isa];
 }
 
 struct onednn *onednn_open(struct err *e)

@@ -35,11 +35,9 @@ struct product {
 struct onednn *onednn_open(struct err *e);
 void onednn_close(struct onednn *o);
 
-/*
- * Whether products of bf16 operands run in hardware under the ISA in force (ONEDNN_MAX_CPU_ISA
- * counts).
- */
-bool onednn_has_bf16(void);
+/* What the machine and ONEDNN_MAX_CPU_ISA allow; ONEDNN_BF16: products of bf16 operands in hardware. */
+enum onednn_isa { ONEDNN_AVX2, ONEDNN_AVX512, ONEDNN_BF16 };
+bool onednn_has(enum onednn_isa isa);
 
 /*
  * The product of these sizes, made on first use and kept until close. `like`: use the weight layout

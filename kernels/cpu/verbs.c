@@ -1,0 +1,31 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The verbs as compiled for one vector unit. */
+#ifdef HAVE_CONFIG_H
+#include <config.h>
+#endif
+
+#include "cpu.h"
+
+const struct backend cpu_verbs = {
+	.name = "cpu",
+	.open = cpu_open,
+	.close = cpu_close,
+	.sync = ref_sync,
+	.alloc = ref_alloc,
+	.free = ref_free,
+	.upload = cpu_upload,
+	.store = cpu_store,
+	.weight_alloc = cpu_weight_alloc,
+	.weight_fill = cpu_weight_fill,
+	.weight_ready = cpu_weight_ready,
+	.weight_free = cpu_weight_free,
+	.rows = cpu_rows,
+	.matmul = cpu_matmul,
+	.norm = cpu_norm,
+	.rope = cpu_rope,
+	.attention = cpu_attention,
+	.gate = cpu_gate,
+	.add = cpu_add,
+	.route = cpu_route,
+	.experts = cpu_experts,
+};
