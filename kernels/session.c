@@ -268,14 +268,15 @@ static void summarise(struct session *s)
 
 	getrusage(RUSAGE_SELF, &usage);
 	put_record(&s->output, json_pack("{s:s, s:i, s:I, s:I, s:I, s:I, s:I, s:f, s:f, s:{s:f, "
-		"s:f, s:f, s:f}, s:{s:I, s:I}, s:{s:s, s:i, s:s}}",
+		"s:f, s:f, s:f, s:f}, s:{s:I, s:I}, s:{s:s, s:i, s:s}}",
 		"record", "summary", "rank", s->comm.rank, "rows", (json_int_t)f->rows,
 		"tokens", (json_int_t)f->tokens_done,
 		"windows", (json_int_t)f->windows, "shards", (json_int_t)c->shards,
 		"bytes", (json_int_t)c->bytes,
 		"seconds", log_seconds() - s->start,
 		"tokens_per_second", f->seconds > 0 ? (double)f->tokens_done / f->seconds : 0.0,
-		"time", "weights", f->acquiring, "compute", compute > 0 ? compute : 0.0,
+		"time", "start", f->began > 0 ? f->began - s->start : 0.0,
+		"weights", f->acquiring, "compute", compute > 0 ? compute : 0.0,
 		"waiting_for_writer", c->waited, "writer", c->busy,
 		"memory", "weights", (json_int_t)s->weights.bytes,
 		"peak", (json_int_t)usage.ru_maxrss * 1024,

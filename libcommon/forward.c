@@ -278,6 +278,8 @@ static int window_layers(struct window *w, struct err *e)
 	for (int layer = 0; layer < w->f->target->layers; layer++) {
 		if (acquire(w, UNIT_LAYER, layer, e) || acquire(w, UNIT_EXPERTS, layer, e))
 			return -1;
+		if (w->f->began <= 0)
+			w->f->began = log_seconds();
 		for (size_t i = 0; i < w->nparts; i++) {
 			run_layer(w, &w->part[i], layer);
 			if (pause_point(w, e))

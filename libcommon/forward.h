@@ -34,8 +34,8 @@ struct forward {
 	struct capture *capture;
 	enum progress_style progress;
 
-	/* For the summary: seconds. */
-	double seconds, acquiring;
+	/* For the summary: seconds; when layer 0 began first (log_seconds, 0 = never). */
+	double seconds, acquiring, began;
 	int64_t rows, tokens_done, windows;
 };
 
