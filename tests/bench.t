@@ -46,6 +46,16 @@ if need_python "the lines are JSON" json; then
 	check "the lines are JSON" "$PYTHON" -c 'import json, sys
 for line in open("out"): json.loads(line)'
 fi
+# One part of bench.sh from checkpoint to table, in a round that says nothing.
+bench() {
+	BENCH_SMALL=1 PAIRS=1 BENCH_DIR=$tmp/bench sh "$top_srcdir/tests/bench/bench.sh" start >out || return
+	grep '^{"part":"start"' bench/bench.json >lines
+	numbers lines 4 && [ "$(grep -c '^start ' out)" -eq 4 ]
+}
+if need_python "bench.sh" numpy,xxhash; then
+	check "bench.sh" bench
+fi
+
 table() {
 	"$kernels" profile -t -n 1 -s 40 -r 1 dense.json >out && grep "^matmul " out
 }

@@ -12,10 +12,11 @@
 static const char usage[] =
 "usage: kernels profile  [-d DTYPE] [-s LENGTH] [-r ROWS] [-l LAYERS] [-n REPEATS] CONFIG\n"
 "       kernels products [-d DTYPE] [-m TOKENS] [-n PAIRS] CONFIG\n"
+"       kernels pack     [-d DTYPE] [-l LAYERS] [-n REPEATS] CONFIG\n"
 "\n"
 "profile runs the forward of a random target of this config.json over rows of one length and\n"
 "says where the time goes; products runs each of its products beside oneDNN's own, packed, with\n"
-"the same threads. JSON lines, on a terminal a table.\n"
+"the same threads; pack fills all weights from memory. JSON lines, on a terminal a table.\n"
 "\n"
 "  -d DTYPE      fp32 (default) or bf16\n"
 "  -s LENGTH     tokens of a row (512)\n"
@@ -29,7 +30,7 @@ static const char usage[] =
 "  -h, --help    show this help\n";
 
 static const struct option longopts[] = { CLI_COMMON_LONG };
-static const char *const commands[] = { "profile", "products", NULL };
+static const char *const commands[] = { "profile", "products", "pack", NULL };
 static const char *const dtypes[] = { "fp32", "bf16", NULL };
 
 static int parse(struct cli *cli, struct rig_options *o, int *command, int argc, char **argv,
@@ -75,10 +76,12 @@ static int parse(struct cli *cli, struct rig_options *o, int *command, int argc,
 			return 0;
 	}
 	if (argc - optind != 2)
-		return err_usage(e, "give profile or products, and one config.json");
+		return err_usage(e, "give profile, products or pack, and one config.json");
 	o->config = argv[optind + 1];
 	return cli_choice("command", argv[optind], commands, command, e);
 }
+
+static int (*const run[])(const struct rig_options *, struct err *) = { profile, products, pack };
 
 int main(int argc, char **argv)
 {
@@ -94,6 +97,6 @@ int main(int argc, char **argv)
 
 	cli_begin(&cli, "kernels", usage);
 	if (!parse(&cli, &o, &command, argc, argv, &e) && !cli.done)
-		command ? products(&o, &e) : profile(&o, &e);
+		run[command](&o, &e);
 	return cli_end(&cli, &e);
 }

@@ -103,8 +103,7 @@ TIMED(route, ROUTE, 0,
       (struct device * d, struct tensor ids, struct tensor weights, struct tensor logits,
        const struct router *r),
       (d, ids, weights, logits, r))
-TIMED(experts, EXPERTS,
-      experts_flops(ids, ex),
+TIMED(experts, EXPERTS, experts_flops(ids, ex),
       (struct device * d, struct tensor sum, struct tensor x, struct tensor ids,
        struct tensor weights, const struct experts *ex, bool add),
       (d, sum, x, ids, weights, ex, add))

@@ -54,6 +54,8 @@ void rig_release(struct rig *r)
 	for (size_t i = 0; i < r->n; i++)
 		r->dev.be->weight_free(&r->dev, r->held[i]);
 	free(r->held);
+	for (int i = 0; i < NOISES; i++)
+		free(r->noise[i].p);
 	if (r->dev.be)
 		r->dev.be->close(&r->dev);
 	target_release(&r->target);
@@ -96,41 +98,49 @@ int rig_weight(struct rig *r, struct weight *w, const uint16_t *numbers, struct 
 	return r->dev.be->weight_ready(&r->dev, w, e);
 }
 
-/* Slices of whole rows of a weight, each with its own seed. */
+/*
+ * The numbers of weights of this mean and deviation: the same for each slice, so that filling is
+ * all that takes time.
+ */
+static const uint16_t *numbers(struct rig *r, float mean, float deviation, struct err *e)
+{
+	struct noise *n = r->noise;
+
+	while (n < r->noise + NOISES && n->p && (n->mean != mean || n->deviation != deviation))
+		n++;
+	if (n == r->noise + NOISES) {
+		err_fail(e, "weights of more than %d kinds", NOISES);
+		return NULL;
+	}
+	if (!n->p) {
+		*n = (struct noise){ mean, deviation, mem_aligned(SLICE * sizeof *n->p, e) };
+		if (n->p)
+			rig_noise(n->p, SLICE, mean, deviation, (uint64_t)(n - r->noise));
+	}
+	return n->p;
+}
+
+/* Slices of whole rows of a weight. */
 struct filler {
 	struct rig *r;
 	struct weight *w;
+	const uint16_t *p;
 	int64_t rows, slices; /* of a slice; of a matrix */
 };
 
 static int fill_slice(void *ctx, int64_t i, struct err *e)
 {
 	struct filler *f = ctx;
-	struct weight *w = f->w;
-	int64_t row0 = i % f->slices * f->rows,
-		n = w->rows - row0 < f->rows ? w->rows - row0 : f->rows;
-	uint16_t *p = mem_aligned((size_t)(n * w->cols) * sizeof *p, e);
-	bool vector = w->use == USE_VECTOR;
-	int rc;
+	int64_t row0 = i % f->slices * f->rows, left = f->w->rows - row0;
 
-	if (!p)
-		return -1;
-	rig_noise(p, n * w->cols, vector ? 1 : 0,
-		  vector                ? 0.1f
-		  : w->use == USE_TABLE ? 1
-					: 1 / sqrtf((float)w->cols),
-		  (uint64_t)i + f->r->n * 1000003u);
-	rc = f->r->dev.be->weight_fill(&f->r->dev, w, i / f->slices, row0, n, p, DT_BF16, NULL, e);
-	free(p);
-	return rc;
+	return f->r->dev.be->weight_fill(&f->r->dev, f->w, i / f->slices, row0,
+					 left < f->rows ? left : f->rows, f->p, DT_BF16, NULL, e);
 }
 
-static int fill_random(struct rig *r, struct weight *w, struct err *e)
+static int fill_random(struct rig *r, struct weight *w, const uint16_t *p, struct err *e)
 {
-	struct filler f = { r, w, SLICE / w->cols, 0 };
+	struct filler f = { r, w, p, SLICE / w->cols, 0 };
 
-	if (f.rows < 1)
-		f.rows = 1;
 	f.slices = (w->rows + f.rows - 1) / f.rows;
 	return parallel_each(w->count * f.slices, r->dev.threads, fill_slice, &f, e);
 }
@@ -140,10 +150,17 @@ struct loader {
 	struct rig *r;
 };
 
+static float deviation(const struct weight *w)
+{
+	return w->use == USE_VECTOR ? 0.1f : w->use == USE_TABLE ? 1 : 1 / sqrtf((float)w->cols);
+}
+
 static int load(struct weight_walk *walk, const struct weight_spec *s, struct err *e)
 {
 	struct rig *r = ((struct loader *)walk)->r;
 	struct weight *w = s->field;
+	const uint16_t *p;
+	double start;
 
 	*w = (struct weight){ .count = s->count,
 			      .rows = s->rows,
@@ -156,11 +173,21 @@ static int load(struct weight_walk *walk, const struct weight_spec *s, struct er
 	if (s->kind == WEIGHT_RAW && !s->data)
 		return err_refuse(e, "'%s' is a table of integers, which cannot be random",
 				  s->part[0].name);
-	if (hold(r, w, e) || (s->data ? r->dev.be->weight_fill(&r->dev, w, 0, 0, w->rows, s->data,
-							       s->data_dtype, NULL, e)
-				      : fill_random(r, w, e)))
+	if (s->cols > SLICE)
+		return err_refuse(e, "'%s' has rows of %lld numbers", s->part[0].name,
+				  (long long)s->cols);
+	p = numbers(r, w->use == USE_VECTOR ? 1 : 0, deviation(w), e);
+	if (!p)
 		return -1;
-	return r->dev.be->weight_ready(&r->dev, w, e);
+	start = log_seconds();
+	if (hold(r, w, e) ||
+	    (s->data ? r->dev.be->weight_fill(&r->dev, w, 0, 0, w->rows, s->data, s->data_dtype,
+					      NULL, e)
+		     : fill_random(r, w, p, e)) ||
+	    r->dev.be->weight_ready(&r->dev, w, e))
+		return -1;
+	r->filling += log_seconds() - start;
+	return 0;
 }
 
 int rig_fill(struct rig *r, struct err *e)

@@ -28,6 +28,13 @@ struct rig_options {
 	bool table;
 };
 
+struct noise {
+	float mean, deviation;
+	uint16_t *p; /* NULL = none yet */
+};
+
+#define NOISES 16
+
 struct rig {
 	const struct rig_options *o;
 	struct target target;
@@ -35,6 +42,8 @@ struct rig {
 	struct weight **held; /* [n] in device memory */
 	size_t n, cap;
 	int64_t weight_bytes; /* as planned */
+	struct noise noise[NOISES];
+	double filling; /* seconds: making room, converting and packing */
 };
 
 /* The target of o->config and a device for it. Release a zeroed or opened rig. */
@@ -83,6 +92,9 @@ enum bound { BOUND_NONE, BOUND_AT_LEAST, BOUND_AT_MOST };
  */
 void rig_result(const struct rig_options *o, const char *part, const char *name, double value,
 		const char *unit, enum bound bound, double target, json_t *more);
+
+/* How long weights take from host memory to where products want them. */
+int pack(const struct rig_options *o, struct err *e);
 
 /* Where the time of a forward goes. */
 int profile(const struct rig_options *o, struct err *e);
