@@ -5,8 +5,10 @@
  * ROWS rows, queries x query heads of one kv head, go over the blocks they can see:
  *
  *	               block 0   block 1   block 2        scores = q k^T     [ROWS, BLOCK]  F32
- *	tile of        [  all  ] [  all  ] [ diagonal ]   p = e^(scores - max), 0 where not visible
- *	queries                                           sums = sums * e^(old max - max) + p v
+ *	tile of        [  all  ] [  all  ] [ diagonal ]   p = 2^(scores - max), 0 where not visible
+ *	queries                                           sums = sums * 2^(old max - max) + p v
+ *
+ * Scores and their maximum are multiples of ln 2: a power of 2 costs less than one of e.
  *
  * A row's bits depend on the blocks it sees and on nothing else of its tile: it skips a block of
  * which it sees no key.
@@ -26,6 +28,8 @@
 
 #define ROWS 128
 #define BLOCK 128
+#define LOG2_E 1.44269504f
+#define LEAST  -3.0e38f		/* the maximum of nothing: below all scores, and finite */
 #define PAD 32			/* head widths are rounded up to this */
 /* keys whose packed form is in memory at a time, unless one piece has more */
 #define BATCH_KEYS 32768
@@ -36,6 +40,7 @@ struct job {
 	const struct attention *a;
 	const struct product *qk, *pv;
 	enum dtype operand, rounded;
+	float scale;			/* of scores, to multiples of ln 2 */
 	int64_t group, heads;		/* query heads of a kv head, and of them in a tile */
 	const struct piece *piece;
 	int64_t *first_block;		/* of each piece in the batch, counted over the batch */
@@ -53,9 +58,11 @@ struct tile {
 struct desk {
 	char *q, *p;			/* [ROWS, width] and [ROWS, BLOCK] operands */
 	float *scores, *pv, *sums;	/* [ROWS, BLOCK], [ROWS, value], [ROWS, value] */
-	float *max, *total, *fade;	/* [ROWS] */
+	float *max, *total;		/* [ROWS] of the blocks so far */
+	float *next, *sum, *fade;	/* [ROWS] of the block under way */
 	bool *sees;			/* [ROWS] */
 	char *scratch;
+	struct call qk, pv_call;
 };
 
 static size_t block_bytes(const struct job *j)
@@ -130,44 +137,100 @@ static void load_queries(const struct job *j, const struct tile *t, const struct
 				j->a->width, j->qk->K);
 		else
 			memset(w->q + (size_t)r * pitch, 0, pitch);
-		w->max[r] = sink && r < t->queries * t->heads ? ref_vector(sink)[head] : -INFINITY;
+		w->max[r] = sink && r < t->queries * t->heads ? ref_vector(sink)[head] * LOG2_E
+								  : LEAST;
 		w->total[r] = sink ? 1 : 0;
 	}
 	memset(w->sums, 0, (size_t)(ROWS * j->pv->N) * sizeof(float));
 }
 
+#define VECS (BLOCK / LANES)
+
+/* s = scores * scale where the row sees the key, -inf elsewhere. */
+static void visible(vec s[VECS], const float *scores, int64_t lo, int64_t hi, float scale)
+{
+	float edge[BLOCK];
+
+	for (int i = 0; i < VECS; i++) {
+		vec_load(s[i], scores + i * LANES);
+		s[i] *= scale;
+	}
+	if (lo == 0 && hi == BLOCK)
+		return;
+	memcpy(edge, s, sizeof edge);
+	for (int64_t i = 0; i < lo; i++)
+		edge[i] = -INFINITY;
+	for (int64_t i = hi; i < BLOCK; i++)
+		edge[i] = -INFINITY;
+	memcpy(s, edge, sizeof edge);
+}
+
 /*
- * Scores s[BLOCK] of a row that sees keys [lo, hi) of the block become probabilities relative to
- * the new maximum; returns what earlier sums fade by. A NaN is no maximum, but it is its own
+ * Scores of a row that sees keys [lo, hi) of the block become probabilities p[BLOCK] relative to
+ * the new maximum, as operands; returns their sum. A NaN is no maximum, but it is its own
  * probability and so reaches the sums.
  */
-static float probabilities(float *s, int64_t lo, int64_t hi, float scale, float *max, float *total)
+static float probabilities(const struct job *j, const float *scores, char *p, int64_t lo, int64_t hi,
+			   float *max)
 {
-	float lane[LANES], old = *max, new = old, fade;
+	vec s[VECS], most, sum = { 0 };
+	uint16_t *half = (uint16_t *)p;
+	float total;
 
-	for (int l = 0; l < LANES; l++)
-		lane[l] = old;
-	for (int64_t i = 0; i < BLOCK; i++)
-		s[i] *= scale;
-	for (int64_t i = 0; i < lo; i++)
-		s[i] = -INFINITY;
-	for (int64_t i = hi; i < BLOCK; i++)
-		s[i] = -INFINITY;
-	for (int64_t i = 0; i < BLOCK; i += LANES)
-		for (int l = 0; l < LANES; l++)
-			lane[l] = s[i + l] > lane[l] ? s[i + l] : lane[l];
-	for (int l = 0; l < LANES; l++)
-		new = lane[l] > new ? lane[l] : new;
-	for (int64_t i = 0; i < BLOCK; i++)
-		s[i] = exp_or_zero(s[i] - new);
-	memset(lane, 0, sizeof lane);
-	for (int64_t i = 0; i < BLOCK; i += LANES)
-		for (int l = 0; l < LANES; l++)
-			lane[l] += s[i + l];
-	fade = old == new ? 1.0f : exp_or_zero(old - new);
-	*max = new;
-	*total = *total * fade + lanes_sum(lane);
-	return fade;
+	visible(s, scores, lo, hi, j->scale);
+	vec_set(&most, *max);
+	for (int i = 0; i < VECS; i++) {
+		vec higher = s[i];
+
+		vec_max(&higher, &most);
+		most = higher;
+	}
+	*max = vec_greatest(&most);
+	for (int i = 0; i < VECS; i++) {
+		s[i] -= *max;
+		vec_exp2_or_zero(&s[i]);
+		sum += s[i];
+	}
+	total = vec_sum(&sum);
+	for (int i = 0; i < VECS; i++)
+		if (j->operand == DT_F32)
+			vec_store((float *)p + i * LANES, s[i]);
+		else if (total == total)
+			vec_number_to_bf16(half + i * LANES, &s[i]);
+		else
+			vec_to_bf16(half + i * LANES, &s[i]);
+	if (j->operand == DT_F32)
+		run_round((float *)p, j->rounded, BLOCK);
+	return total;
+}
+
+/* The keys [*begin, *end) of the piece that a query sees. */
+static void range_of(const struct job *j, const struct piece *p, int64_t query, int64_t *begin,
+		     int64_t *end)
+{
+	*end = p->first + query + 1;
+	*begin = j->a->window && *end > j->a->window ? *end - j->a->window : 0;
+	if (*end > p->kv_count)
+		*end = p->kv_count;
+}
+
+/* What earlier sums fade by, and the new totals, from the new maxima and the sums of the block. */
+static void fade_rows(const struct desk *w)
+{
+	for (int64_t r = 0; r < ROWS; r += LANES) {
+		vec fade, max, total, sum;
+
+		vec_load(fade, w->max + r);
+		vec_load(max, w->next + r);
+		vec_load(total, w->total + r);
+		vec_load(sum, w->sum + r);
+		fade -= max;
+		vec_exp2_or_zero(&fade);
+		total = total * fade + sum;
+		vec_store(w->fade + r, fade);
+		vec_store(w->max + r, max);
+		vec_store(w->total + r, total);
+	}
 }
 
 /* The block's scores of all rows of a tile to the operand p. */
@@ -177,23 +240,21 @@ static void soften(const struct job *j, const struct tile *t, int64_t b, const s
 	size_t pitch = BLOCK * dtype_size(j->operand);
 
 	for (int64_t r = 0; r < ROWS; r++) {
-		int64_t end = p->first + t->query + r / t->heads + 1,
-			begin = j->a->window && end > j->a->window ? end - j->a->window : 0;
-		int64_t lo = begin - b * BLOCK,
-			hi = (end < p->kv_count ? end : p->kv_count) - b * BLOCK;
+		int64_t lo, hi;
 
-		lo = lo > 0 ? lo : 0;
-		hi = hi < BLOCK ? hi : BLOCK;
+		range_of(j, p, t->query + r / t->heads, &lo, &hi);
+		lo = lo > b * BLOCK ? lo - b * BLOCK : 0;
+		hi = hi - b * BLOCK < BLOCK ? hi - b * BLOCK : BLOCK;
+		w->next[r] = w->max[r];
+		w->sum[r] = 0;
 		w->sees[r] = r < t->queries * t->heads && lo < hi;
-		if (w->sees[r]) {
-			w->fade[r] = probabilities(w->scores + r * BLOCK, lo, hi, j->a->scale,
-						   &w->max[r], &w->total[r]);
-			operand(j, w->p + (size_t)r * pitch, w->scores + r * BLOCK, DT_F32, BLOCK,
-				BLOCK);
-		} else {
+		if (w->sees[r])
+			w->sum[r] = probabilities(j, w->scores + r * BLOCK, w->p + (size_t)r * pitch,
+						  lo, hi, &w->next[r]);
+		else
 			memset(w->p + (size_t)r * pitch, 0, pitch);
-		}
 	}
+	fade_rows(w);
 }
 
 static void accumulate(const struct job *j, const struct desk *w)
@@ -211,6 +272,15 @@ static void accumulate(const struct job *j, const struct desk *w)
 	}
 }
 
+/* Nothing above LEAST: no key at all, or scores that are not finite. */
+static float of_nothing(const struct job *j, const struct piece *p, int64_t query)
+{
+	int64_t begin, end;
+
+	range_of(j, p, query, &begin, &end);
+	return begin < end ? NAN : 0.0f;
+}
+
 static void save_rows(const struct job *j, const struct tile *t, const struct desk *w)
 {
 	const struct piece *p = &j->piece[t->piece];
@@ -218,15 +288,16 @@ static void save_rows(const struct job *j, const struct tile *t, const struct de
 	for (int64_t r = 0; r < t->queries * t->heads; r++) {
 		int64_t width = j->a->value_width, query = t->query + r / t->heads,
 			head = t->head + r % t->heads;
-		float *sums = w->sums + r * j->pv->N;
+		float *sums = w->sums + r * j->pv->N, total = w->total[r],
+		      nothing = total == 0 ? of_nothing(j, p, query) : 0;
 
 		for (int64_t c = 0; c < width; c++)
-			sums[c] = w->total[r] == 0 ? 0.0f : sums[c] / w->total[r];
+			sums[c] = total == 0 ? nothing : sums[c] / total;
 		run_save(ref_at(j->out, p->begin + query, head * width), j->out.dtype, sums, width);
 	}
 }
 
-static int one_tile(const struct job *j, const struct tile *t, const struct desk *w, struct err *e)
+static int one_tile(const struct job *j, const struct tile *t, struct desk *w, struct err *e)
 {
 	const struct piece *p = &j->piece[t->piece];
 	int64_t from = p->first + t->query,
@@ -238,10 +309,10 @@ static int one_tile(const struct job *j, const struct tile *t, const struct desk
 		const char *k = block_at(j, j->first_block[t->piece] + b, t->kv),
 			   *v = k + j->qk->packed_bytes;
 
-		if (onednn_run(j->qk, w->scores, w->q, k, w->scratch, e))
+		if (onednn_run(&w->qk, w->scores, w->q, k, w->scratch, e))
 			return -1;
 		soften(j, t, b, w);
-		if (onednn_run(j->pv, w->pv, w->p, v, w->scratch, e))
+		if (onednn_run(&w->pv_call, w->pv, w->p, v, w->scratch, e))
 			return -1;
 		accumulate(j, w);
 	}
@@ -268,6 +339,8 @@ static size_t desk_at(const struct job *j, char *p, struct desk *w)
 		ROWS * sizeof(float),
 		ROWS * sizeof(float),
 		ROWS * sizeof(float),
+		ROWS * sizeof(float),
+		ROWS * sizeof(float),
 		ROWS * sizeof(bool),
 		scratch,
 	};
@@ -276,16 +349,18 @@ static size_t desk_at(const struct job *j, char *p, struct desk *w)
 	for (size_t i = 0; i < sizeof bytes / sizeof bytes[0]; i++)
 		off[i + 1] = off[i] + whole_lines(bytes[i]);
 	if (p)
-		*w = (struct desk){ p,
-				    p + off[1],
-				    (float *)(p + off[2]),
-				    (float *)(p + off[3]),
-				    (float *)(p + off[4]),
-				    (float *)(p + off[5]),
-				    (float *)(p + off[6]),
-				    (float *)(p + off[7]),
-				    (bool *)(p + off[8]),
-				    p + off[9] };
+		*w = (struct desk){ .q = p,
+				    .p = p + off[1],
+				    .scores = (float *)(p + off[2]),
+				    .pv = (float *)(p + off[3]),
+				    .sums = (float *)(p + off[4]),
+				    .max = (float *)(p + off[5]),
+				    .total = (float *)(p + off[6]),
+				    .next = (float *)(p + off[7]),
+				    .sum = (float *)(p + off[8]),
+				    .fade = (float *)(p + off[9]),
+				    .sees = (bool *)(p + off[10]),
+				    .scratch = p + off[11] };
 	return off[sizeof bytes / sizeof bytes[0]];
 }
 
@@ -326,6 +401,8 @@ static void run(const struct job *j, int first, int last, int64_t blocks)
 		int piece = first;
 
 		desk_at(j, cpu_of(j->d)->own[omp_get_thread_num()].p, &w);
+		if (!onednn_begin(&w.qk, j->qk, &e))
+			onednn_begin(&w.pv_call, j->pv, &e);
 #pragma omp for schedule(static)
 		for (int64_t task = 0; task < blocks * kv_heads; task++) {
 			int64_t block = task / kv_heads;
@@ -344,6 +421,8 @@ static void run(const struct job *j, int first, int last, int64_t blocks)
 		for (int64_t i = 0; i < j->tiles; i++)
 			if (!e.code)
 				one_tile(j, &j->tile[j->tiles - 1 - i], &w, &e);
+		onednn_end(&w.qk);
+		onednn_end(&w.pv_call);
 		if (e.code)
 			cpu_fail(j->d, &e);
 	}
@@ -386,17 +465,29 @@ void cpu_attention(struct device *d, struct tensor out, struct tensor q, struct 
 			 .a = a,
 			 .rounded = d->compute,
 			 .piece = pieces };
+	enum dtype operand = c->bf16 ? d->compute : DT_F32;
+	struct product qk = { .operand = operand,
+			      .M = ROWS,
+			      .N = BLOCK,
+			      .K = round_up(a->width, PAD),
+			      .ld = round_up(a->width, PAD),
+			      .order = ORDER_NK },
+		       pv = { .operand = operand,
+			      .M = ROWS,
+			      .N = round_up(a->value_width, PAD),
+			      .K = BLOCK,
+			      .ld = BLOCK,
+			      .order = ORDER_KN };
 	size_t cap = 0;
 
 	if (!ref_good(d))
 		return;
-	j.operand = c->bf16 ? d->compute : DT_F32;
+	j.operand = operand;
+	j.scale = a->scale * LOG2_E;
 	j.group = a->heads / a->kv_heads;
 	j.heads = j.group < ROWS ? j.group : ROWS;
-	j.qk = onednn_product(c->dnn, j.operand, ROWS, BLOCK, round_up(a->width, PAD), ORDER_NK,
-			      NULL, &d->err);
-	j.pv = onednn_product(c->dnn, j.operand, ROWS, round_up(a->value_width, PAD), BLOCK,
-			      ORDER_KN, NULL, &d->err);
+	j.qk = onednn_product(c->dnn, &qk, &d->err);
+	j.pv = onednn_product(c->dnn, &pv, &d->err);
 	j.first_block = mem_calloc((size_t)n + 1, sizeof *j.first_block, &d->err);
 	if (ref_good(d) && cpu_own(d, desk_at(&j, NULL, NULL)))
 		all_pieces(&j, n, &cap);

@@ -8,7 +8,9 @@
  *
  *	matrix 0: panel 0 [width, K] | panel 1 | ... | panel n-1 [last, K] || matrix 1: ...
  *
- * widths, and K = cols, are rounded up to 64 with zeros. The width depends on the weight's shape
+ * widths, and K = cols, are rounded up to 64 with zeros. A panel is cut along K into blocks, whose
+ * products are added one after the other, so that a block of rows and a block of weights stay in
+ * the second-level cache whatever K is. Widths and blocks depend on the weight's shape and dtype
  * alone, so that the sums of a column do too.
  */
 #ifndef DSPARK_CPU_H
@@ -20,13 +22,12 @@
 #include "onednn.h"
 #include "ref/ref.h"
 
-/*
- * Rows of a tile of matmul and of experts: with them a product's bits are fixed (numerics number of
- * the identity).
- */
-#define TILE 256
-#define EXPERT_TILE 64
+/* Rows of a tile: with it a product's bits are fixed (numerics number of the identity). */
+#define TILE 64
 #define PANEL_MOST 256	/* most rows of a weight in a panel */
+#define PANEL_BYTES (256 << 10)	/* of a block of a panel, about: leaves room for rows in the cache */
+#define BLOCK_MOST(size) ((size) == 2 ? 4096 : 3072)	/* most of K in a block */
+#define GROUP_BYTES (768 << 10)	/* of a block of the rows that meet a panel one after the other, about */
 
 /* Memory that grows and stays. */
 struct room {
@@ -48,31 +49,35 @@ struct staging {
 	int64_t filled;
 };
 
+/* The first block of K overwrites the sums, the others add; the last may be smaller than they. */
+enum block_kind { BLOCK_FIRST, BLOCK_MIDDLE, BLOCK_LAST, BLOCK_KINDS };
+
 struct packed {
 	enum dtype rounded;	/* precision of the operands: DT_F32 or DT_BF16 */
 	enum dtype operand;	/* in which the product runs; DT_F32 where bf16 has no hardware */
 	enum dtype kept;	/* of the packed numbers in memory, = rounded */
 	int64_t K, panels, width, last;
+	int64_t blocks, block;	/* of K; the last may be smaller */
 	size_t panel_bytes, matrix_bytes;	/* of a full panel and of a matrix, as kept */
 	size_t expanded;	/* bytes of a full panel as operand where kept != operand, else 0 */
 	size_t scratch;		/* most that a product needs */
-	/* by enum tile_kind: full panels, last panel */
-	const struct product *tile[2], *last_tile[2];
+	const struct product *product[2][BLOCK_KINDS];	/* of full panels, of the last */
 	pthread_mutex_t lock;	/* of staging */
 	struct staging *staging;	/* [count * panels], NULL once ready */
 	char *data;
 };
 
-enum tile_kind { TILE_ROWS, TILE_EXPERT };
-
-/*
- * A whole product of one tile of rows by one panel, and where a thread keeps what it needs for it.
- */
+/* What a thread needs to multiply: calls and memory, which is part of its own room. */
 struct bench {
-	float *sums;		/* [tile, width] */
+	const struct packed *w;
+	struct call call[2][BLOCK_KINDS];
+	float *sums;		/* [tiles, TILE, width] */
 	char *expanded, *scratch;
 	const char *holds;	/* the panel that `expanded` holds, NULL = none */
 };
+
+/* A tile of a group has met all of a panel: sums [TILE, width of the panel], free to be changed. */
+typedef void tile_done(void *ctx, int64_t tile, int64_t panel, float *sums);
 
 static inline struct cpu *cpu_of(const struct device *d)
 {
@@ -120,7 +125,10 @@ bool cpu_own(struct device *d, size_t bytes);
 #define cpu_operand_row          CPU_NAME(operand_row, CPU_VARIANT)
 #define cpu_bench_bytes          CPU_NAME(bench_bytes, CPU_VARIANT)
 #define cpu_bench                CPU_NAME(bench, CPU_VARIANT)
-#define cpu_tile                 CPU_NAME(tile, CPU_VARIANT)
+#define cpu_tile_row             CPU_NAME(tile_row, CPU_VARIANT)
+#define cpu_bench_end            CPU_NAME(bench_end, CPU_VARIANT)
+#define cpu_group                CPU_NAME(group, CPU_VARIANT)
+#define cpu_panel                CPU_NAME(panel, CPU_VARIANT)
 #define cpu_weight_alloc         CPU_NAME(weight_alloc, CPU_VARIANT)
 #define cpu_weight_fill          CPU_NAME(weight_fill, CPU_VARIANT)
 #define cpu_weight_ready         CPU_NAME(weight_ready, CPU_VARIANT)
@@ -148,15 +156,34 @@ int cpu_weight_ready(struct device *d, struct weight *w, struct err *e);
 void cpu_weight_free(struct device *d, struct weight *w);
 
 /*
- * Tiles (matmul.c). A row of K operands from n numbers; bytes of a bench; the bench laid out at p;
- * tile x panel into b->sums.
+ * Products (matmul.c). K operands from n numbers, zeros behind them; the same as row `row` of a
+ * tile; how many tiles make a group; the bytes of a bench for groups of so many; a bench laid out
+ * at p, to be ended in the same parallel region; `tiles` tiles that lie one behind the other x
+ * panel of matrix `index`, `done` called for each.
+ *
+ * A tile of operands lies as the blocks of K do, [blocks][TILE, block]: with one block as [TILE, K].
  */
 void cpu_operand_row(const struct packed *w, void *dst, const void *src, enum dtype from,
 		     int64_t n);
-size_t cpu_bench_bytes(const struct packed *w, int64_t tile);
-struct bench cpu_bench(const struct packed *w, int64_t tile, char *p);
-int cpu_tile(const struct packed *w, enum tile_kind kind, int64_t index, int64_t panel,
-	     const void *rows, struct bench *b, struct err *e);
+void cpu_tile_row(const struct packed *w, char *tile, int64_t row, const void *src, enum dtype from,
+		  int64_t n);
+int64_t cpu_group(const struct packed *w);
+size_t cpu_bench_bytes(const struct packed *w, int64_t tiles);
+struct bench cpu_bench(const struct packed *w, int64_t tiles, char *p);
+void cpu_bench_end(struct bench *b);
+int cpu_panel(struct bench *b, int64_t index, int64_t panel, const void *rows, int64_t tiles,
+	      tile_done *done, void *ctx, struct err *e);
+
+static inline enum block_kind cpu_block_kind(const struct packed *w, int64_t k)
+{
+	return k == 0 ? BLOCK_FIRST : k < w->blocks - 1 ? BLOCK_MIDDLE : BLOCK_LAST;
+}
+
+/* Of block k of a full panel, or of the last, in the operand dtype. */
+static inline size_t cpu_block_bytes(const struct packed *w, bool last, int64_t k)
+{
+	return w->product[last][cpu_block_kind(w, k)]->packed_bytes;
+}
 
 static inline int64_t cpu_panel_width(const struct packed *w, int64_t panel)
 {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Routed experts. The slots of the chunk are sorted by expert and cut into tiles of EXPERT_TILE
+ * Routed experts. The slots of the chunk are sorted by expert and cut into tiles of TILE
  * rows of one expert; blocks of tiles go through five steps with all threads in each:
  *
  *	gather rows of x -> gate_up -> activation -> down -> add to the tokens, in slot order
@@ -33,12 +33,14 @@ struct job {
 	const struct experts *ex;
 	const struct packed *gate_up, *down;
 	int64_t *order;		/* slots t*k+s sorted by expert */
-	/* [T*k] tile row of a slot: tile * EXPERT_TILE + row, -1 = expert not held */
+	/* [T*k] tile row of a slot: tile * TILE + row, -1 = expert not held */
 	int64_t *where;
 	struct tile *tile;
 	int64_t tiles;
-	char *in, *act;		/* [block tiles, EXPERT_TILE, K] operands of gate_up, of down */
-	float *mid, *out;	/* [block tiles, EXPERT_TILE, 2I], [..., Hout] */
+	int64_t *group, groups;	/* [groups + 1] first tiles within the block, of one expert each */
+	int64_t most;		/* tiles of a group */
+	char *in, *act;		/* [block tiles, TILE, K] operands of gate_up, of down */
+	float *mid, *out;	/* [block tiles, TILE, 2I], [..., Hout] */
 };
 
 /* The held expert of a slot, counted from the first, or -1. */
@@ -68,11 +70,11 @@ static void sort_slots(struct job *j, int64_t *start)
 		if (held(j, i) >= 0)
 			start[held(j, i) + 1]++;
 	for (int64_t x = 0; x < j->ex->count; x++) {
-		for (int64_t i = 0; i < start[x + 1]; i += EXPERT_TILE) {
+		for (int64_t i = 0; i < start[x + 1]; i += TILE) {
 			int64_t left = start[x + 1] - i;
 
 			j->tile[j->tiles++] =
-				(struct tile){ x, n + i, left < EXPERT_TILE ? left : EXPERT_TILE };
+				(struct tile){ x, n + i, left < TILE ? left : TILE };
 		}
 		n += start[x + 1];
 		start[x + 1] = n;
@@ -84,7 +86,7 @@ static void sort_slots(struct job *j, int64_t *start)
 			j->where[i] = -1;
 	for (int64_t t = 0; t < j->tiles; t++)
 		for (int64_t i = 0; i < j->tile[t].rows; i++)
-			j->where[j->order[j->tile[t].first + i]] = t * EXPERT_TILE + i;
+			j->where[j->order[j->tile[t].first + i]] = t * TILE + i;
 }
 
 /* Row i of a tile of the block: its slot, or -1 below the last. */
@@ -97,11 +99,8 @@ static void gather_row(const struct job *j, int64_t tile, int64_t i, char *dst)
 {
 	int64_t slot = slot_of(j, tile, i);
 
-	if (slot < 0)
-		memset(dst, 0, (size_t)j->gate_up->K * dtype_size(j->gate_up->operand));
-	else
-		cpu_operand_row(j->gate_up, dst, ref_at(j->x, slot / j->ids.cols, 0), j->x.dtype,
-				j->x.cols);
+	cpu_tile_row(j->gate_up, dst, i, slot < 0 ? NULL : ref_at(j->x, slot / j->ids.cols, 0),
+		     j->x.dtype, slot < 0 ? 0 : j->x.cols);
 }
 
 static void act_row(const struct job *j, int64_t tile, int64_t i, const float *mid, char *dst,
@@ -111,25 +110,14 @@ static void act_row(const struct job *j, int64_t tile, int64_t i, const float *m
 	float weight;
 
 	if (slot < 0) {
-		memset(dst, 0, (size_t)j->down->K * dtype_size(j->down->operand));
+		cpu_tile_row(j->down, dst, i, NULL, DT_F32, 0);
 		return;
 	}
 	cpu_act_row(work, mid, mid + I, DT_F32, &j->ex->act, I);
 	weight = ref_get(j->weights, slot / j->ids.cols, slot % j->ids.cols);
 	for (int64_t c = 0; c < I && !j->ex->weight_after_down; c++)
 		work[c] *= weight;
-	cpu_operand_row(j->down, dst, work, DT_F32, I);
-}
-
-/* Copies the sums of tile x panel to the columns of the panel of out[EXPERT_TILE, cols]. */
-static void place(const struct packed *w, int64_t panel, const struct bench *b, float *out,
-		  int64_t cols)
-{
-	int64_t c0 = panel * w->width, pitch = cpu_panel_width(w, panel),
-		n = cols - c0 < pitch ? cols - c0 : pitch;
-
-	for (int64_t i = 0; i < EXPERT_TILE; i++)
-		memcpy(out + i * cols + c0, b->sums + i * pitch, (size_t)n * sizeof(float));
+	cpu_tile_row(j->down, dst, i, work, DT_F32, I);
 }
 
 static void add_token(const struct job *j, int64_t t, int64_t first, int64_t n)
@@ -138,11 +126,11 @@ static void add_token(const struct job *j, int64_t t, int64_t first, int64_t n)
 	float *sum = ref_at(j->sum, t, 0);
 
 	for (int64_t s = 0; s < k; s++) {
-		int64_t row = j->where[t * k + s] - first * EXPERT_TILE;
+		int64_t row = j->where[t * k + s] - first * TILE;
 		float weight = j->ex->weight_after_down ? ref_get(j->weights, t, s) : 1;
 		const float *out;
 
-		if (row < 0 || row >= n * EXPERT_TILE)
+		if (row < 0 || row >= n * TILE)
 			continue;
 		out = j->out + row * cols;
 		for (int64_t c = 0; c < cols; c++)
@@ -150,45 +138,79 @@ static void add_token(const struct job *j, int64_t t, int64_t first, int64_t n)
 	}
 }
 
-static void products(const struct job *j, const struct packed *w, int64_t first, int64_t n,
-		     const char *rows, float *out, int64_t cols, struct bench *b, struct err *e)
+/* Where the sums of a group go: out[tiles, TILE, cols]. */
+struct target {
+	const struct packed *w;
+	float *out;
+	int64_t cols;
+};
+
+static void place(void *ctx, int64_t tile, int64_t panel, float *sums)
 {
-	size_t pitch = (size_t)(EXPERT_TILE * w->K) * dtype_size(w->operand);
+	const struct target *to = ctx;
+	int64_t c0 = panel * to->w->width, pitch = cpu_panel_width(to->w, panel),
+		n = to->cols - c0 < pitch ? to->cols - c0 : pitch;
+
+	for (int64_t i = 0; i < TILE; i++)
+		memcpy(to->out + (tile * TILE + i) * to->cols + c0, sums + i * pitch,
+		       (size_t)n * sizeof(float));
+}
+
+/* out[block, TILE, cols] = rows x the weights of each group's expert. Threads take panels in turn. */
+static void products(const struct job *j, const struct packed *w, int64_t first, const char *rows,
+		     float *out, int64_t cols, char *own, struct err *e)
+{
+	size_t pitch = (size_t)(TILE * w->K) * dtype_size(w->operand);
+	struct bench b = cpu_bench(w, j->most, own);
 
 #pragma omp for schedule(dynamic)
-	for (int64_t task = 0; task < n * w->panels; task++) {
-		int64_t i = task / w->panels, panel = task % w->panels;
+	for (int64_t task = 0; task < j->groups * w->panels; task++) {
+		const int64_t *g = &j->group[task / w->panels];
+		struct target to = { w, out + g[0] * TILE * cols, cols };
 
-		if (!e->code && !cpu_tile(w, TILE_EXPERT, j->tile[first + i].index, panel,
-					  rows + (size_t)i * pitch, b, e))
-			place(w, panel, b, out + i * EXPERT_TILE * cols, cols);
+		if (!e->code)
+			cpu_panel(&b, j->tile[first + g[0]].index, task % w->panels,
+				  rows + (size_t)g[0] * pitch, g[1] - g[0], place, &to, e);
 	}
+	cpu_bench_end(&b);
+}
+
+/* Cuts tiles [first, first + n) into groups of one expert each, of at most j->most tiles. */
+static void cut_groups(struct job *j, int64_t first, int64_t n)
+{
+	j->groups = 0;
+	for (int64_t i = 0; i < n; i++) {
+		int64_t begin = j->groups ? j->group[j->groups - 1] : 0;
+
+		if (!j->groups || i - begin == j->most ||
+		    j->tile[first + i].index != j->tile[first + begin].index)
+			j->group[j->groups++] = i;
+	}
+	j->group[j->groups] = n;
 }
 
 /* Tiles [first, first + n) through all steps. */
-static void run(const struct job *j, int64_t first, int64_t n)
+static void run(struct job *j, int64_t first, int64_t n)
 {
-	size_t in = (size_t)j->gate_up->K * dtype_size(j->gate_up->operand),
-	       act = (size_t)j->down->K * dtype_size(j->down->operand);
-	int64_t wide = j->ex->gate_up->rows, rows = n * EXPERT_TILE;
+	size_t in = (size_t)(TILE * j->gate_up->K) * dtype_size(j->gate_up->operand),
+	       act = (size_t)(TILE * j->down->K) * dtype_size(j->down->operand);
+	int64_t wide = j->ex->gate_up->rows, rows = n * TILE;
 
+	cut_groups(j, first, n);
 #pragma omp parallel num_threads(j->d->threads)
 	{
 		char *own = cpu_of(j->d)->own[omp_get_thread_num()].p;
-		struct bench b = cpu_bench(j->gate_up, EXPERT_TILE, own);
 		struct err e = ERR_INIT;
 
 #pragma omp for schedule(static)
 		for (int64_t i = 0; i < rows; i++)
-			gather_row(j, first + i / EXPERT_TILE, i % EXPERT_TILE,
-				   j->in + (size_t)i * in);
-		products(j, j->gate_up, first, n, j->in, j->mid, wide, &b, &e);
+			gather_row(j, first + i / TILE, i % TILE, j->in + (size_t)(i / TILE) * in);
+		products(j, j->gate_up, first, j->in, j->mid, wide, own, &e);
 #pragma omp for schedule(static)
 		for (int64_t i = 0; i < rows; i++)
-			act_row(j, first + i / EXPERT_TILE, i % EXPERT_TILE, j->mid + i * wide,
-				j->act + (size_t)i * act, (float *)own);
-		b = cpu_bench(j->down, EXPERT_TILE, own);
-		products(j, j->down, first, n, j->act, j->out, j->sum.cols, &b, &e);
+			act_row(j, first + i / TILE, i % TILE, j->mid + i * wide,
+				j->act + (size_t)(i / TILE) * act, (float *)own);
+		products(j, j->down, first, j->act, j->out, j->sum.cols, own, &e);
 #pragma omp for schedule(static)
 		for (int64_t t = 0; t < j->x.rows; t++)
 			if (!e.code)
@@ -201,14 +223,14 @@ static void run(const struct job *j, int64_t first, int64_t n)
 /* Room for a block of n tiles in the shared memory, and each thread's own. */
 static bool make_room(struct job *j, int64_t n)
 {
-	size_t rows = (size_t)n * EXPERT_TILE,
+	size_t rows = (size_t)n * TILE,
 	       a = whole_lines(rows * (size_t)j->gate_up->K * dtype_size(j->gate_up->operand));
 	size_t b = whole_lines(rows * (size_t)j->down->K * dtype_size(j->down->operand));
 	size_t m = whole_lines(rows * (size_t)j->ex->gate_up->rows * sizeof(float));
 	size_t o = whole_lines(rows * (size_t)j->sum.cols * sizeof(float));
 	size_t own = (size_t)j->ex->down->cols * sizeof(float);
-	size_t up = cpu_bench_bytes(j->gate_up, EXPERT_TILE),
-	       down = cpu_bench_bytes(j->down, EXPERT_TILE);
+	size_t up = cpu_bench_bytes(j->gate_up, j->most),
+	       down = cpu_bench_bytes(j->down, j->most);
 
 	own = own > up ? own : up;
 	own = own > down ? own : down;
@@ -249,8 +271,11 @@ void cpu_experts(struct device *d, struct tensor sum, struct tensor x, struct te
 		clear(d, sum);
 	j.order = mem_calloc((size_t)slots, sizeof *j.order, &d->err);
 	j.where = mem_calloc((size_t)slots, sizeof *j.where, &d->err);
-	j.tile = mem_calloc((size_t)(slots / EXPERT_TILE + ex->count), sizeof *j.tile, &d->err);
+	j.tile = mem_calloc((size_t)(slots / TILE + ex->count), sizeof *j.tile, &d->err);
 	start = mem_calloc((size_t)ex->count + 1, sizeof *start, &d->err);
+	j.group = mem_calloc((size_t)(slots / TILE + ex->count) + 1, sizeof *j.group, &d->err);
+	j.most = cpu_group(j.gate_up) < cpu_group(j.down) ? cpu_group(j.gate_up)
+							  : cpu_group(j.down);
 	if (ref_good(d)) {
 		sort_slots(&j, start);
 		block = block > TILES ? block : TILES;
@@ -261,5 +286,6 @@ void cpu_experts(struct device *d, struct tensor sum, struct tensor x, struct te
 	free(j.order);
 	free(j.where);
 	free(j.tile);
+	free(j.group);
 	free(start);
 }

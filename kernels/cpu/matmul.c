@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Matrix products as tiles of TILE rows by one panel of the weight. */
+/* Matrix products as groups of tiles of TILE rows by one panel of the weight. */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
 #endif
@@ -10,12 +10,16 @@
 #include "cpu.h"
 #include "number.h"
 
-void cpu_operand_row(const struct packed *w, void *dst, const void *src, enum dtype from, int64_t n)
+/* `width` operands from n numbers, zeros behind them. */
+static void operands(const struct packed *w, void *dst, const void *src, enum dtype from, int64_t n,
+		     int64_t width)
 {
 	size_t size = dtype_size(w->operand);
 
 	if (w->operand == w->rounded || from == w->rounded) {
-		if (from == DT_F32)
+		if (from == w->operand)
+			memcpy(dst, src, (size_t)n * size);
+		else if (from == DT_F32)
 			run_save(dst, w->operand, src, n);
 		else if (w->operand == DT_F32)
 			run_load(dst, src, from, n);
@@ -32,44 +36,113 @@ void cpu_operand_row(const struct packed *w, void *dst, const void *src, enum dt
 		run_load(dst, src, from, n);
 		run_round(dst, w->rounded, n);
 	}
-	memset((char *)dst + (size_t)n * size, 0, (size_t)(w->K - n) * size);
+	memset((char *)dst + (size_t)n * size, 0, (size_t)(width - n) * size);
 }
 
-static size_t sums_bytes(const struct packed *w, int64_t tile)
+void cpu_operand_row(const struct packed *w, void *dst, const void *src, enum dtype from, int64_t n)
 {
-	return whole_lines((size_t)(tile * w->width) * sizeof(float));
+	operands(w, dst, src, from, n, w->K);
 }
 
-size_t cpu_bench_bytes(const struct packed *w, int64_t tile)
+void cpu_tile_row(const struct packed *w, char *tile, int64_t row, const void *src, enum dtype from,
+		  int64_t n)
 {
-	return sums_bytes(w, tile) + whole_lines(w->expanded) + whole_lines(w->scratch);
+	size_t size = dtype_size(w->operand);
+
+	for (int64_t c = 0; c < w->K; c += w->block) {
+		int64_t width = w->K - c < w->block ? w->K - c : w->block,
+			m = n - c < width ? n - c : width;
+
+		operands(w, tile + (size_t)(c * TILE + row * width) * size,
+			 (const char *)src + (size_t)c * dtype_size(from), from, m < 0 ? 0 : m,
+			 width);
+	}
 }
 
-struct bench cpu_bench(const struct packed *w, int64_t tile, char *p)
+/* ---- a panel --------------------------------------------------------------------------------- */
+
+int64_t cpu_group(const struct packed *w)
+{
+	int64_t n = GROUP_BYTES / (TILE * w->block * (int64_t)dtype_size(w->operand));
+
+	return n < 1 ? 1 : n;
+}
+
+/* Where K is one block, a tile is done before the next begins and one place for sums will do. */
+static size_t sums_bytes(const struct packed *w, int64_t tiles)
+{
+	return whole_lines((size_t)((w->blocks > 1 ? tiles : 1) * TILE * w->width) * sizeof(float));
+}
+
+size_t cpu_bench_bytes(const struct packed *w, int64_t tiles)
+{
+	return sums_bytes(w, tiles) + whole_lines(w->expanded) + whole_lines(w->scratch);
+}
+
+struct bench cpu_bench(const struct packed *w, int64_t tiles, char *p)
 {
 	return (struct bench){
+		.w = w,
 		.sums = (float *)p,
-		.expanded = p + sums_bytes(w, tile),
-		.scratch = p + sums_bytes(w, tile) + whole_lines(w->expanded),
+		.expanded = p + sums_bytes(w, tiles),
+		.scratch = p + sums_bytes(w, tiles) + whole_lines(w->expanded),
 	};
 }
 
-int cpu_tile(const struct packed *w, enum tile_kind kind, int64_t index, int64_t panel,
-	     const void *rows, struct bench *b, struct err *e)
+void cpu_bench_end(struct bench *b)
 {
-	const struct product *x = panel == w->panels - 1 ? w->last_tile[kind] : w->tile[kind];
+	for (int last = 0; last < 2; last++)
+		for (int kind = 0; kind < BLOCK_KINDS; kind++)
+			onednn_end(&b->call[last][kind]);
+}
+
+/* The panel as operands. */
+static const char *panel_operands(struct bench *b, int64_t index, int64_t panel)
+{
+	const struct packed *w = b->w;
 	const char *data =
 		w->data + (size_t)index * w->matrix_bytes + (size_t)panel * w->panel_bytes;
+	size_t bytes = panel == w->panels - 1
+			       ? w->matrix_bytes - (size_t)panel * w->panel_bytes
+			       : w->panel_bytes;
 
-	if (w->expanded) {
-		if (b->holds != data)
-			run_load((float *)b->expanded, data, w->kept,
-				 (int64_t)(x->packed_bytes / sizeof(float)));
-		b->holds = data;
-		data = b->expanded;
-	}
-	return onednn_run(x, b->sums, rows, data, b->scratch, e);
+	if (!w->expanded)
+		return data;
+	if (b->holds != data)
+		run_load((float *)b->expanded, data, w->kept,
+			 (int64_t)(bytes / dtype_size(w->kept)));
+	b->holds = data;
+	return b->expanded;
 }
+
+int cpu_panel(struct bench *b, int64_t index, int64_t panel, const void *rows, int64_t tiles,
+	      tile_done *done, void *ctx, struct err *e)
+{
+	const struct packed *w = b->w;
+	size_t size = dtype_size(w->operand), tile = (size_t)(TILE * w->K) * size;
+	const char *data = panel_operands(b, index, panel);
+	bool last = panel == w->panels - 1;
+
+	for (int64_t k = 0; k < w->blocks; data += cpu_block_bytes(w, last, k++)) {
+		enum block_kind kind = cpu_block_kind(w, k);
+		struct call *c = &b->call[last][kind];
+		const char *src = (const char *)rows + (size_t)(k * w->block * TILE) * size;
+
+		if (!c->product && onednn_begin(c, w->product[last][kind], e))
+			return -1;
+		for (int64_t t = 0; t < tiles; t++, src += tile) {
+			float *sums = b->sums + (w->blocks > 1 ? t * TILE * w->width : 0);
+
+			if (onednn_run(c, sums, src, data, b->scratch, e))
+				return -1;
+			if (k == w->blocks - 1)
+				done(ctx, t, panel, sums);
+		}
+	}
+	return 0;
+}
+
+/* ---- the verb -------------------------------------------------------------------------------- */
 
 struct job {
 	struct device *d;
@@ -91,27 +164,32 @@ static char *tile_rows(const struct job *j, int64_t t, int64_t base)
 
 static void prepare_row(const struct job *j, int64_t row, int64_t base)
 {
-	const struct packed *w = packed_of(j->w);
-	size_t pitch = (size_t)w->K * dtype_size(w->operand);
-	char *dst = tile_rows(j, row / TILE, base) + (size_t)(row % TILE) * pitch;
+	char *tile = tile_rows(j, row / TILE, base);
+	bool real = row < j->x.rows;
 
-	if (row < j->x.rows)
-		cpu_operand_row(w, dst, ref_at(j->x, row, 0), j->x.dtype, j->x.cols);
-	else
-		memset(dst, 0, pitch);
+	cpu_tile_row(packed_of(j->w), tile, row % TILE, real ? ref_at(j->x, row, 0) : NULL,
+		     j->x.dtype, real ? j->x.cols : 0);
 }
 
+/* A group of tiles under way. */
+struct group {
+	const struct job *j;
+	int64_t first;		/* tile */
+};
+
 /* out[rows of the tile, columns of the panel] from the sums, plus bias, plus what is there. */
-static void finish(const struct job *j, int64_t tile, int64_t panel, struct bench *b)
+static void finish(void *ctx, int64_t t, int64_t panel, float *sums)
 {
+	const struct group *g = ctx;
+	const struct job *j = g->j;
 	const struct packed *w = packed_of(j->w);
-	int64_t c0 = panel * w->width, pitch = cpu_panel_width(w, panel);
+	int64_t c0 = panel * w->width, pitch = cpu_panel_width(w, panel), row = (g->first + t) * TILE,
+		end = row + TILE < j->out.rows ? row + TILE : j->out.rows;
 	int64_t n = j->w->rows - c0 < pitch ? j->w->rows - c0 : pitch;
 	const float *bias = j->bias ? ref_vector(j->bias) + c0 : NULL;
 	float old[PANEL_MOST];
 
-	for (int64_t row = tile * TILE; row < (tile + 1) * TILE && row < j->out.rows; row++) {
-		float *sums = b->sums + (row % TILE) * pitch;
+	for (; row < end; row++, sums += pitch) {
 		void *out = ref_at(j->out, row, c0);
 
 		for (int64_t i = 0; bias && i < n; i++)
@@ -125,34 +203,47 @@ static void finish(const struct job *j, int64_t tile, int64_t panel, struct benc
 }
 
 /*
- * Tiles [first, first + n): rows that are no operands yet are made so, then all tiles meet all
- * panels.
+ * Tiles [first, first + n), all ready in x or none: rows that are no operands yet are made so, then
+ * groups of `each` tiles meet all panels. Threads take the panels of a group in turn: its rows stay
+ * in the cache of each, and each panel is read by one.
  */
-static void run(const struct job *j, int64_t first, int64_t n)
+static void run(const struct job *j, int64_t first, int64_t n, int64_t each)
 {
 	const struct packed *w = packed_of(j->w);
-	int64_t base = first > j->whole ? first : j->whole;
+	int64_t base = first, groups = (n + each - 1) / each;
 
 #pragma omp parallel num_threads(j->d->threads)
 	{
-		struct bench b = cpu_bench(w, TILE, cpu_of(j->d)->own[omp_get_thread_num()].p);
+		struct bench b = cpu_bench(w, each, cpu_of(j->d)->own[omp_get_thread_num()].p);
 		struct err e = ERR_INIT;
 
+		if (first >= j->whole) {
 #pragma omp for schedule(static)
-		for (int64_t row = base * TILE; row < (first + n) * TILE; row++)
-			prepare_row(j, row, base);
-#pragma omp for schedule(dynamic)
-		for (int64_t task = 0; task < n * w->panels; task++) {
-			int64_t panel = task / n, tile = first + task % n;
-
-			if (e.code ||
-			    cpu_tile(w, TILE_ROWS, 0, panel, tile_rows(j, tile, base), &b, &e))
-				continue;
-			finish(j, tile, panel, &b);
+			for (int64_t row = first * TILE; row < (first + n) * TILE; row++)
+				prepare_row(j, row, base);
 		}
+#pragma omp for schedule(dynamic)
+		for (int64_t task = 0; task < groups * w->panels; task++) {
+			struct group g = { j, first + task / w->panels * each };
+			int64_t left = first + n - g.first;
+
+			if (!e.code)
+				cpu_panel(&b, 0, task % w->panels, tile_rows(j, g.first, base),
+					  left < each ? left : each, finish, &g, &e);
+		}
+		cpu_bench_end(&b);
 		if (e.code)
 			cpu_fail(j->d, &e);
 	}
+}
+
+/* Tiles of a group: as the cache has room for, but all threads shall find work. */
+static int64_t group_of(const struct job *j, int64_t tiles)
+{
+	const struct packed *w = packed_of(j->w);
+	int64_t most = cpu_group(w), fair = tiles * w->panels / (4 * j->d->threads);
+
+	return fair < 1 ? 1 : fair < most ? fair : most;
 }
 
 void cpu_matmul(struct device *d, struct tensor out, struct tensor x, const struct weight *w,
@@ -160,20 +251,20 @@ void cpu_matmul(struct device *d, struct tensor out, struct tensor x, const stru
 {
 	const struct packed *p = packed_of(w);
 	struct job j = { .d = d, .out = out, .x = x, .w = w, .bias = bias, .add = add };
-	int64_t tiles = (x.rows + TILE - 1) / TILE,
-		group = (4 * d->threads + p->panels - 1) / p->panels;
+	int64_t tiles = (x.rows + TILE - 1) / TILE, each = group_of(&j, tiles), batch;
 
 	if (!ref_good(d) || !x.rows)
 		return;
-	if (x.dtype == p->operand && p->operand == p->rounded && x.cols == p->K && x.ld == p->K) {
+	if (x.dtype == p->operand && p->operand == p->rounded && x.cols == p->K &&
+	    x.ld == p->K && p->blocks == 1)
 		j.whole = x.rows / TILE;
-		group = tiles;
-	}
-	if (!cpu_own(d, cpu_bench_bytes(p, TILE)) ||
-	    !cpu_shared(
-		    d, (size_t)((group < tiles - j.whole ? group : tiles - j.whole) * TILE * p->K) *
-			       dtype_size(p->operand)))
+	batch = d->threads * cpu_group(p);
+	batch = batch < tiles - j.whole ? batch : tiles - j.whole;
+	if (!cpu_own(d, cpu_bench_bytes(p, each)) ||
+	    !cpu_shared(d, (size_t)(batch * TILE * p->K) * dtype_size(p->operand)))
 		return;
-	for (int64_t first = 0; first < tiles && ref_good(d); first += group)
-		run(&j, first, tiles - first < group ? tiles - first : group);
+	if (j.whole)
+		run(&j, 0, j.whole, each);
+	for (int64_t first = j.whole; first < tiles && ref_good(d); first += batch)
+		run(&j, first, tiles - first < batch ? tiles - first : batch, each);
 }

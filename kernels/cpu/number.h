@@ -1,18 +1,29 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * number: runs of numbers as the compiler vectorises them. No function here looks at an address or
- * a neighbour: element i of the result depends on element i of the operands, and sums run in 16
- * fixed lanes counted from the start of the run.
+ * number: runs of numbers in vectors of 16, whatever the vector unit is. No function here looks at
+ * an address or a neighbour: element i of the result depends on element i of the operands, and sums
+ * run in 16 fixed lanes counted from the start of the run. Intrinsics stand only where a compiler
+ * does not find the instruction by itself; but for vec_fma each variant computes the same bits.
  */
 #ifndef DSPARK_NUMBER_H
 #define DSPARK_NUMBER_H
 
 #include <stdint.h>
 #include <string.h>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 
 #include "backend.h"
 
 #define LANES 16
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t vec_bits __attribute__((vector_size(4 * LANES)));
+typedef uint16_t vec_half __attribute__((vector_size(2 * LANES)));
+
+#define vec_load(v, p)	memcpy(&(v), p, sizeof(v))
+#define vec_store(p, v) memcpy(p, &(v), sizeof(v))
 
 static inline float float_from_bits(uint32_t u)
 {
@@ -30,38 +41,6 @@ static inline uint32_t bits_from_float(float f)
 	return u;
 }
 
-static inline void run_load(float *dst, const void *src, enum dtype d, int64_t n)
-{
-	const uint16_t *h = src;
-
-	if (d == DT_F32)
-		memcpy(dst, src, (size_t)n * sizeof *dst);
-	else if (d == DT_BF16)
-		for (int64_t i = 0; i < n; i++)
-			dst[i] = dtype_bf16_to_f32(h[i]);
-	else
-		dtype_convert(dst, DT_F32, src, d, (size_t)n);
-}
-
-static inline void run_save(void *dst, enum dtype d, const float *src, int64_t n)
-{
-	uint16_t *h = dst;
-
-	if (d == DT_F32)
-		memcpy(dst, src, (size_t)n * sizeof *src);
-	else if (d == DT_BF16)
-		for (int64_t i = 0; i < n; i++)
-			h[i] = dtype_f32_to_bf16(src[i]);
-	else
-		dtype_convert(dst, d, src, DT_F32, (size_t)n);
-}
-
-static inline void run_round(float *x, enum dtype d, int64_t n)
-{
-	for (int64_t i = 0; i < n && d == DT_BF16; i++)
-		x[i] = dtype_bf16_to_f32(dtype_f32_to_bf16(x[i]));
-}
-
 static inline float lanes_sum(const float lane[LANES])
 {
 	float s[LANES];
@@ -71,6 +50,141 @@ static inline float lanes_sum(const float lane[LANES])
 		for (int i = 0; i < step; i++)
 			s[i] += s[i + step];
 	return s[0];
+}
+
+/* Vectors are passed by pointer: their size as arguments depends on the vector unit. */
+static inline void vec_set(vec *v, float x)
+{
+	for (int l = 0; l < LANES; l++)
+		(*v)[l] = x;
+}
+
+/* v = v > w ? v : w, so w where one is NaN. */
+static inline void vec_max(vec *v, const vec *w)
+{
+#ifdef __AVX512F__
+	*v = (vec)_mm512_max_ps((__m512)*v, (__m512)*w);
+#else
+	for (int l = 0; l < LANES; l++)
+		(*v)[l] = (*v)[l] > (*w)[l] ? (*v)[l] : (*w)[l];
+#endif
+}
+
+/* The greatest of numbers of which none is NaN. */
+static inline float vec_greatest(const vec *v)
+{
+#ifdef __AVX512F__
+	return _mm512_reduce_max_ps((__m512)*v);
+#else
+	float s[LANES];
+
+	vec_store(s, *v);
+	for (int step = LANES / 2; step; step /= 2)
+		for (int i = 0; i < step; i++)
+			s[i] = s[i] > s[i + step] ? s[i] : s[i + step];
+	return s[0];
+#endif
+}
+
+/* Pairs half a vector apart first: the order of lanes_sum. */
+static inline float vec_sum(const vec *v)
+{
+#ifdef __AVX512F__
+	return _mm512_reduce_add_ps((__m512)*v);
+#else
+	float s[LANES];
+
+	vec_store(s, *v);
+	return lanes_sum(s);
+#endif
+}
+
+static inline void vec_from_bf16(vec *v, const uint16_t *p)
+{
+	vec_half h;
+
+	vec_load(h, p);
+	*v = (vec)(__builtin_convertvector(h, vec_bits) << 16);
+}
+
+static inline void vec_upper_half(uint16_t *p, const vec_bits *u)
+{
+#ifdef __AVX512F__
+	_mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)*u, 16)));
+#else
+	vec_half h = __builtin_convertvector(*u >> 16, vec_half);
+
+	vec_store(p, h);
+#endif
+}
+
+/* Rounds to nearest, ties to even; a NaN stays one. */
+static inline void vec_to_bf16(uint16_t *p, const vec *v)
+{
+	vec_bits u = (vec_bits)*v, nan = (vec_bits)(*v != *v),
+		 r = u + 0x7fff + ((u >> 16) & 1);
+
+#ifdef __AVX512F__
+	r = (vec_bits)_mm512_mask_mov_epi32((__m512i)r,
+					    _mm512_cmp_ps_mask((__m512)*v, (__m512)*v, _CMP_UNORD_Q),
+					    (__m512i)(u | 0x400000));
+	(void)nan;
+#else
+	r = (r & ~nan) | ((u | 0x400000) & nan);
+#endif
+	vec_upper_half(p, &r);
+}
+
+/* The same of numbers of which none is NaN. */
+static inline void vec_number_to_bf16(uint16_t *p, const vec *v)
+{
+	vec_bits u = (vec_bits)*v, r = u + 0x7fff + ((u >> 16) & 1);
+
+	vec_upper_half(p, &r);
+}
+
+static inline void run_load(float *dst, const void *src, enum dtype d, int64_t n)
+{
+	const uint16_t *h = src;
+	int64_t i = 0;
+
+	if (d == DT_F32) {
+		memcpy(dst, src, (size_t)n * sizeof *dst);
+	} else if (d == DT_BF16) {
+		for (vec v; i + LANES <= n; i += LANES) {
+			vec_from_bf16(&v, h + i);
+			vec_store(dst + i, v);
+		}
+		for (; i < n; i++)
+			dst[i] = dtype_bf16_to_f32(h[i]);
+	} else {
+		dtype_convert(dst, DT_F32, src, d, (size_t)n);
+	}
+}
+
+static inline void run_save(void *dst, enum dtype d, const float *src, int64_t n)
+{
+	uint16_t *h = dst;
+	int64_t i = 0;
+
+	if (d == DT_F32) {
+		memcpy(dst, src, (size_t)n * sizeof *src);
+	} else if (d == DT_BF16) {
+		for (vec v; i + LANES <= n; i += LANES) {
+			vec_load(v, src + i);
+			vec_to_bf16(h + i, &v);
+		}
+		for (; i < n; i++)
+			h[i] = dtype_f32_to_bf16(src[i]);
+	} else {
+		dtype_convert(dst, d, src, DT_F32, (size_t)n);
+	}
+}
+
+static inline void run_round(float *x, enum dtype d, int64_t n)
+{
+	for (int64_t i = 0; i < n && d == DT_BF16; i++)
+		x[i] = dtype_bf16_to_f32(dtype_f32_to_bf16(x[i]));
 }
 
 /*
@@ -105,6 +219,38 @@ static inline float exp_or_zero(float x)
 	float y = exp_limited(x);
 
 	return x < -80.0f ? 0.0f : y;
+}
+
+/* x = x * y + z, rounded once where the machine can. */
+static inline void vec_fma(vec *x, const vec *y, float z)
+{
+#ifdef __AVX512F__
+	*x = (vec)_mm512_fmadd_ps((__m512)*x, (__m512)*y, _mm512_set1_ps(z));
+#else
+	*x = *x * *y + z;
+#endif
+}
+
+/* 2^x within 2 ulp for x <= 0, 0 from -126.5 down; NaN stays. */
+static inline void vec_exp2_or_zero(vec *x)
+{
+	/* Adding it rounds to an integer and leaves the biased exponent in the lowest bits. */
+	const float magic = 12582912.0f + 127.0f;
+	vec t, n, p;
+	vec_bits power;
+
+	vec_set(&t, -127.0f);
+	vec_max(&t, x);
+	n = t + magic;
+	power = (vec_bits)n << 23;
+	t -= n - magic;
+	p = t * 1.5353362e-4f + 1.3398875e-3f;
+	vec_fma(&p, &t, 9.618437e-3f);
+	vec_fma(&p, &t, 5.5503324e-2f);
+	vec_fma(&p, &t, 2.4022648e-1f);
+	vec_fma(&p, &t, 6.931472e-1f);
+	vec_fma(&p, &t, 1.0f);
+	*x = p * (vec)power;
 }
 
 static inline float sigmoid_of(float x)

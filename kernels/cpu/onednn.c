@@ -58,6 +58,11 @@ static dnnl_status_t matmul_desc(dnnl_primitive_desc_t *pd, dnnl_engine_t engine
 {
 	return dnnl_matmul_primitive_desc_create(pd, engine, src, weight, NULL, dst, attr);
 }
+
+static dnnl_status_t append_sum(dnnl_post_ops_t p)
+{
+	return dnnl_post_ops_append_sum(p, 1.0f, 0, dnnl_data_type_undef);
+}
 #else
 #define MD dnnl_memory_desc_t *
 #define CONST_MD const dnnl_memory_desc_t *
@@ -99,12 +104,16 @@ static dnnl_status_t matmul_desc(dnnl_primitive_desc_t *pd, dnnl_engine_t engine
 
 	return s == dnnl_success ? dnnl_primitive_desc_create(pd, &d, attr, engine, NULL) : s;
 }
+
+static dnnl_status_t append_sum(dnnl_post_ops_t p)
+{
+	return dnnl_post_ops_append_sum(p, 1.0f);
+}
 #endif
 
 /* A product with what oneDNN needs for it. */
 struct entry {
 	struct product p;	/* first */
-	const struct product *like;
 	MD src;
 	MD dst;
 	MD weight;		/* in its layout */
@@ -231,40 +240,66 @@ static int make(struct entry *x, dnnl_primitive_desc_t pd, dnnl_primitive_t *pri
 	return 0;
 }
 
+/* Attributes of a product: scratch by the caller, and dst += where it adds. NULL with `e` set. */
+static dnnl_primitive_attr_t product_attr(const struct entry *x, struct err *e)
+{
+	dnnl_primitive_attr_t attr = NULL;
+	dnnl_post_ops_t sum = NULL;
+	dnnl_status_t s = dnnl_primitive_attr_create(&attr);
+
+	if (s == dnnl_success)
+		s = dnnl_primitive_attr_set_scratchpad_mode(attr, dnnl_scratchpad_mode_user);
+	if (s == dnnl_success && x->p.add)
+		s = dnnl_post_ops_create(&sum);
+	if (s == dnnl_success && x->p.add)
+		s = append_sum(sum);
+	if (s == dnnl_success && x->p.add)
+		s = dnnl_primitive_attr_set_post_ops(attr, sum);
+	if (sum)
+		dnnl_post_ops_destroy(sum);
+	if (!check(s, "describe a product", e))
+		return attr;
+	if (attr)
+		dnnl_primitive_attr_destroy(attr);
+	return NULL;
+}
+
 static int make_run(struct onednn *o, struct entry *x, struct err *e)
 {
 	dnnl_data_type_t type = x->p.operand == DT_BF16 ? dnnl_bf16 : dnnl_f32;
 	dnnl_dims_t src = { x->p.M, x->p.K }, weight = { x->p.K, x->p.N }, dst = { x->p.M, x->p.N };
+	/* A src with gaps between its rows would keep version 2 from its fastest kernels. */
 	dnnl_dims_t src_stride = { x->p.K, 1 }, dst_stride = { x->p.N, 1 };
-	dnnl_primitive_desc_t pd;
+	dnnl_primitive_desc_t pd = NULL;
+	dnnl_primitive_attr_t attr;
+	MD any = NULL;
+	int rc = -1;
 
+	attr = product_attr(x, e);
+	if (!attr)
+		return -1;
 	if (check(md_strided(&x->src, src, type, src_stride), "describe a matrix", e) ||
-	    check(md_strided(&x->dst, dst, dnnl_f32, dst_stride), "describe a matrix", e))
-		return -1;
-	if (x->like ? check(md_copy(&x->weight, ((const struct entry *)x->like)->weight),
-			    "describe a weight", e)
-		    : check(md_any(&x->weight, weight, type), "describe a weight", e))
-		return -1;
-	if (check(matmul_desc(&pd, o->engine, x->src, x->weight, x->dst, o->attr),
+	    check(md_strided(&x->dst, dst, dnnl_f32, dst_stride), "describe a matrix", e) ||
+	    check(md_any(&any, weight, type), "describe a weight", e) ||
+	    check(matmul_desc(&pd, o->engine, x->src, any, x->dst, attr),
 		  "multiply matrices of these sizes", e))
-		return -1;
-	if (!x->like) {
-		md_free(x->weight);
-		x->weight = NULL;
-		if (check(md_copy(&x->weight,
-				  dnnl_primitive_desc_query_md(pd, dnnl_query_weights_md, 0)),
-			  "tell a layout", e)) {
-			dnnl_primitive_desc_destroy(pd);
-			return -1;
-		}
+		goto out;
+	if (check(md_copy(&x->weight, dnnl_primitive_desc_query_md(pd, dnnl_query_weights_md, 0)),
+		  "tell a layout", e)) {
+		dnnl_primitive_desc_destroy(pd);
+		goto out;
 	}
-	return make(x, pd, &x->run, &x->run_scratch, e);
+	rc = make(x, pd, &x->run, &x->run_scratch, e);
+out:
+	md_free(any);
+	dnnl_primitive_attr_destroy(attr);
+	return rc;
 }
 
 static int make_pack(struct onednn *o, struct entry *x, struct err *e)
 {
 	dnnl_data_type_t type = x->p.operand == DT_BF16 ? dnnl_bf16 : dnnl_f32;
-	dnnl_dims_t dims = { x->p.K, x->p.N }, nk = { 1, x->p.K }, kn = { x->p.N, 1 };
+	dnnl_dims_t dims = { x->p.K, x->p.N }, nk = { 1, x->p.ld }, kn = { x->p.N, 1 };
 	dnnl_primitive_desc_t pd;
 
 	if (check(md_strided(&x->plain, dims, type, x->p.order == ORDER_NK ? nk : kn),
@@ -276,25 +311,28 @@ static int make_pack(struct onednn *o, struct entry *x, struct err *e)
 	return make(x, pd, &x->pack, &x->pack_scratch, e);
 }
 
-static struct entry *find(struct onednn *o, const struct entry *want)
+static struct entry *find(struct onednn *o, const struct product *want)
 {
 	struct entry *x;
 
 	for (x = o->list; x; x = x->next)
-		if (x->p.operand == want->p.operand && x->p.M == want->p.M && x->p.N == want->p.N &&
-		    x->p.K == want->p.K && x->p.order == want->p.order && x->like == want->like)
+		if (x->p.operand == want->operand && x->p.M == want->M && x->p.N == want->N &&
+		    x->p.K == want->K && x->p.ld == want->ld && x->p.order == want->order &&
+		    x->p.add == want->add)
 			break;
 	return x;
 }
 
-static struct entry *entry_new(struct onednn *o, const struct entry *want, struct err *e)
+static struct entry *entry_new(struct onednn *o, const struct product *want, struct err *e)
 {
 	struct entry *x = mem_calloc(1, sizeof *x, e);
 	int threads, rc;
 
 	if (!x)
 		return NULL;
-	*x = *want;
+	x->p = *want;
+	x->p.owner = o;
+	x->p.scratch_bytes = 0;
 	threads = one_thread();
 	rc = make_run(o, x, e) || make_pack(o, x, e);
 	restore(threads);
@@ -308,23 +346,14 @@ static struct entry *entry_new(struct onednn *o, const struct entry *want, struc
 	return x;
 }
 
-const struct product *onednn_product(struct onednn *o, enum dtype operand, int64_t M, int64_t N,
-				     int64_t K, enum order order, const struct product *like,
-				     struct err *e)
+const struct product *onednn_product(struct onednn *o, const struct product *want, struct err *e)
 {
-	struct entry want = { .p = { .owner = o,
-				     .operand = operand,
-				     .M = M,
-				     .N = N,
-				     .K = K,
-				     .order = order },
-			      .like = like },
-		     *x;
+	struct entry *x;
 
 	pthread_mutex_lock(&o->lock);
-	x = find(o, &want);
+	x = find(o, want);
 	if (!x) {
-		x = entry_new(o, &want, e);
+		x = entry_new(o, want, e);
 		if (x) {
 			x->next = o->list;
 			o->list = x;
@@ -334,61 +363,92 @@ const struct product *onednn_product(struct onednn *o, enum dtype operand, int64
 	return x ? &x->p : NULL;
 }
 
-/* Runs a primitive on up to four buffers with the calling thread alone. */
-struct argument {
-	int kind;
-	CONST_MD md;
-	void *p;
-};
+/* ---- running: with the calling thread alone -------------------------------------------------- */
 
-static int execute(dnnl_engine_t engine, dnnl_primitive_t primitive, const struct argument *a,
-		   int n, struct err *e)
+void onednn_end(struct call *c)
+{
+	for (int i = 0; i < 4; i++)
+		if (c->memory[i])
+			dnnl_memory_destroy(c->memory[i]);
+	if (c->stream)
+		dnnl_stream_destroy(c->stream);
+	*c = (struct call){ 0 };
+}
+
+static int begin(struct call *c, const struct product *p, CONST_MD const md[4], struct err *e)
+{
+	dnnl_engine_t engine = p->owner->engine;
+	dnnl_stream_t stream = NULL;
+	dnnl_memory_t m;
+	dnnl_status_t s = dnnl_stream_create(&stream, engine, dnnl_stream_default_flags);
+
+	*c = (struct call){ .product = p, .stream = stream };
+	for (int i = 0; i < 4 && s == dnnl_success; i++) {
+		if (!md[i])
+			continue;
+		s = dnnl_memory_create(&m, md[i], engine, DNNL_MEMORY_NONE);
+		if (s == dnnl_success)
+			c->memory[i] = m;
+	}
+	if (!check(s, "prepare a product", e))
+		return 0;
+	onednn_end(c);
+	return -1;
+}
+
+static int execute(struct call *c, dnnl_primitive_t primitive, const int kind[4], void *p[4],
+		   struct err *e)
 {
 	dnnl_exec_arg_t arg[4];
-	dnnl_stream_t stream = NULL;
-	dnnl_status_t s = dnnl_stream_create(&stream, engine, dnnl_stream_default_flags);
-	int i, made = 0, threads = one_thread();
+	dnnl_status_t s = dnnl_success;
+	int n = 0, threads = one_thread();
 
-	for (i = 0; i < n && s == dnnl_success; i++) {
-		arg[i].arg = a[i].kind;
-		s = dnnl_memory_create(&arg[i].memory, a[i].md, engine, a[i].p);
-		made += s == dnnl_success;
+	for (int i = 0; i < 4 && s == dnnl_success; i++) {
+		if (!c->memory[i])
+			continue;
+		s = dnnl_memory_set_data_handle(c->memory[i], p[i]);
+		arg[n++] = (dnnl_exec_arg_t){ kind[i], c->memory[i] };
 	}
 	if (s == dnnl_success)
-		s = dnnl_primitive_execute(primitive, stream, n, arg);
+		s = dnnl_primitive_execute(primitive, c->stream, n, arg);
 	if (s == dnnl_success)
-		s = dnnl_stream_wait(stream);
+		s = dnnl_stream_wait(c->stream);
 	restore(threads);
-	for (i = 0; i < made; i++)
-		dnnl_memory_destroy(arg[i].memory);
-	if (stream)
-		dnnl_stream_destroy(stream);
 	return check(s, "run a product", e);
 }
 
 int onednn_pack(const struct product *p, void *packed, const void *src, void *scratch,
 		struct err *e)
 {
+	static const int kind[4] = { DNNL_ARG_FROM, DNNL_ARG_TO, DNNL_ARG_SCRATCHPAD };
 	const struct entry *x = (const struct entry *)p;
-	struct argument a[] = {
-		{ DNNL_ARG_FROM, x->plain, (void *)src },
-		{ DNNL_ARG_TO, x->weight, packed },
-		{ DNNL_ARG_SCRATCHPAD, x->pack_scratch, scratch },
-	};
+	CONST_MD md[4] = { x->plain, x->weight, x->pack_scratch };
+	void *buf[4] = { (void *)src, packed, scratch };
+	struct call c;
+	int rc;
 
-	return execute(p->owner->engine, x->pack, a, 3, e);
+	if (begin(&c, p, md, e))
+		return -1;
+	rc = execute(&c, x->pack, kind, buf, e);
+	onednn_end(&c);
+	return rc;
 }
 
-int onednn_run(const struct product *p, float *dst, const void *src, const void *packed,
-	       void *scratch, struct err *e)
+int onednn_begin(struct call *c, const struct product *p, struct err *e)
 {
 	const struct entry *x = (const struct entry *)p;
-	struct argument a[] = {
-		{ DNNL_ARG_SRC, x->src, (void *)src },
-		{ DNNL_ARG_WEIGHTS, x->weight, (void *)packed },
-		{ DNNL_ARG_DST, x->dst, dst },
-		{ DNNL_ARG_SCRATCHPAD, x->run_scratch, scratch },
-	};
+	CONST_MD md[4] = { x->src, x->weight, x->dst, x->run_scratch };
 
-	return execute(p->owner->engine, x->run, a, 4, e);
+	return begin(c, p, md, e);
+}
+
+int onednn_run(struct call *c, float *dst, const void *src, const void *packed, void *scratch,
+	       struct err *e)
+{
+	static const int kind[4] = { DNNL_ARG_SRC, DNNL_ARG_WEIGHTS, DNNL_ARG_DST,
+				     DNNL_ARG_SCRATCHPAD };
+	const struct entry *x = (const struct entry *)c->product;
+	void *buf[4] = { (void *)src, (void *)packed, dst, scratch };
+
+	return execute(c, x->run, kind, buf, e);
 }

@@ -26,9 +26,18 @@ struct product {
 	struct onednn *owner;
 	enum dtype operand;	/* of src and the weight: DT_F32 or DT_BF16 */
 	int64_t M, N, K;
+	int64_t ld;		/* elements from one row of a plain weight in ORDER_NK to the next */
 	enum order order;
+	bool add;		/* dst += instead of dst = */
 	size_t packed_bytes;	/* of the weight in its layout, a multiple of 64 */
 	size_t scratch_bytes;	/* that run and pack need, 0 = none */
+};
+
+/* A product made ready for one thread: what oneDNN would else make anew for each run. Zeroed: not begun. */
+struct call {
+	const struct product *product;
+	void *stream;
+	void *memory[4];
 };
 
 /* The library on this machine. NULL with `e` set. */
@@ -40,17 +49,19 @@ enum onednn_isa { ONEDNN_AVX2, ONEDNN_AVX512, ONEDNN_BF16 };
 bool onednn_has(enum onednn_isa isa);
 
 /*
- * The product of these sizes, made on first use and kept until close. `like`: use the weight layout
- * of that product (same N, K, operand), NULL = the best for this M. NULL with `e` set.
+ * The product with the sizes, operand, ld, order and add of `want`, made on first use and kept
+ * until close. NULL with `e` set.
  */
-const struct product *onednn_product(struct onednn *o, enum dtype operand, int64_t M, int64_t N,
-				     int64_t K, enum order order, const struct product *like,
-				     struct err *e);
+const struct product *onednn_product(struct onednn *o, const struct product *want, struct err *e);
 
-/* All pointers are aligned to 64 bytes but src of run, which may be any operand's. */
+/* All pointers are aligned to 64 bytes but src and dst of run, which may be any number's. */
 int onednn_pack(const struct product *p, void *packed, const void *src, void *scratch,
 		struct err *e);
-int onednn_run(const struct product *p, float *dst, const void *src, const void *packed,
-	       void *scratch, struct err *e);
+
+/* One call runs by one thread at a time; end is legal on a call not begun. */
+int onednn_begin(struct call *c, const struct product *p, struct err *e);
+int onednn_run(struct call *c, float *dst, const void *src, const void *packed, void *scratch,
+	       struct err *e);
+void onednn_end(struct call *c);
 
 #endif

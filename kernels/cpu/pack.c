@@ -13,55 +13,82 @@
 #include "cpu.h"
 #include "mem.h"
 
-#define BLOCK 64
+#define UNIT 64	/* sizes are rounded up to it, as weight_bytes promises */
 
+static int64_t divide(int64_t n, int64_t by)
+{
+	return (n + by - 1) / by;
+}
+
+/* n UNITs in the fewest equal parts of at most `most`, each whole UNITs; the last may be smaller. */
+static int64_t part_of(int64_t n, int64_t most)
+{
+	return round_up(divide(n, divide(n, most)), UNIT);
+}
 
 static void set_sizes(struct packed *p, const struct weight *w)
 {
-	int64_t blocks = round_up(w->rows, BLOCK) / BLOCK,
-		panels = (blocks * BLOCK + PANEL_MOST - 1) / PANEL_MOST;
-	int64_t each = (blocks + panels - 1) / panels;
+	int64_t size = (int64_t)dtype_size(p->operand), rows = round_up(w->rows, UNIT), most;
 
-	p->K = round_up(w->cols, BLOCK);
-	p->width = each * BLOCK;
-	p->panels = (blocks + each - 1) / each;
-	p->last = blocks * BLOCK - (p->panels - 1) * p->width;
+	p->K = round_up(w->cols, UNIT);
+	p->block = part_of(p->K, BLOCK_MOST(size));
+	p->blocks = divide(p->K, p->block);
+	most = PANEL_BYTES / (p->block * size) / UNIT * UNIT;
+	most = most < UNIT ? UNIT : most > PANEL_MOST ? PANEL_MOST : most;
+	p->width = part_of(rows, most);
+	p->panels = divide(rows, p->width);
+	p->last = rows - (p->panels - 1) * p->width;
 }
 
-/* The products of both tile sizes share the layout that suits the large one. */
 static int set_products(struct packed *p, struct onednn *o, struct err *e)
 {
-	for (int last = 0; last < 2; last++) {
-		const struct product **to = last ? p->last_tile : p->tile;
-		int64_t N = last ? p->last : p->width;
+	for (int last = 0; last < 2; last++)
+		for (int64_t k = 0; k < p->blocks; k++) {
+			int64_t left = p->K - k * p->block;
+			struct product want = { .operand = p->operand,
+						.M = TILE,
+						.N = last ? p->last : p->width,
+						.K = left < p->block ? left : p->block,
+						.ld = p->K,
+						.order = ORDER_NK,
+						.add = k > 0 };
+			const struct product **to = &p->product[last][cpu_block_kind(p, k)];
 
-		to[TILE_ROWS] = onednn_product(o, p->operand, TILE, N, p->K, ORDER_NK, NULL, e);
-		if (!to[TILE_ROWS])
-			return -1;
-		to[TILE_EXPERT] = onednn_product(o, p->operand, EXPERT_TILE, N, p->K, ORDER_NK,
-						 to[TILE_ROWS], e);
-		if (!to[TILE_EXPERT])
-			return -1;
-		for (int kind = 0; kind < 2; kind++)
-			if (to[kind]->scratch_bytes > p->scratch)
-				p->scratch = to[kind]->scratch_bytes;
-	}
+			if (*to)
+				continue;
+			*to = onednn_product(o, &want, e);
+			if (!*to)
+				return -1;
+			if ((*to)->scratch_bytes > p->scratch)
+				p->scratch = (*to)->scratch_bytes;
+		}
 	return 0;
 }
 
-static size_t kept_bytes(const struct packed *p, const struct product *x)
+/* Bytes of block k of a panel as kept, and of the blocks before it. */
+static size_t kept_bytes(const struct packed *p, bool last, int64_t k)
 {
-	return whole_lines(x->packed_bytes / dtype_size(p->operand) * dtype_size(p->kept));
+	return cpu_block_bytes(p, last, k) / dtype_size(p->operand) * dtype_size(p->kept);
+}
+
+static size_t panel_bytes(const struct packed *p, bool last)
+{
+	size_t bytes = 0;
+
+	for (int64_t k = 0; k < p->blocks; k++)
+		bytes += kept_bytes(p, last, k);
+	return bytes;
 }
 
 static int packed_alloc(struct packed *p, const struct weight *w, struct err *e)
 {
 	int64_t bytes;
 
-	p->panel_bytes = kept_bytes(p, p->tile[TILE_ROWS]);
-	p->matrix_bytes =
-		(size_t)(p->panels - 1) * p->panel_bytes + kept_bytes(p, p->last_tile[TILE_ROWS]);
-	p->expanded = p->kept == p->operand ? 0 : p->tile[TILE_ROWS]->packed_bytes;
+	p->panel_bytes = panel_bytes(p, false);
+	p->matrix_bytes = (size_t)(p->panels - 1) * p->panel_bytes + panel_bytes(p, true);
+	p->expanded = p->kept == p->operand ? 0
+					    : p->panel_bytes / dtype_size(p->kept) *
+						      dtype_size(p->operand);
 	bytes = mem_mul(w->count, (int64_t)p->matrix_bytes);
 	if (bytes < 0)
 		return err_fail(
@@ -107,30 +134,42 @@ static char *panel_data(const struct packed *p, int64_t index, int64_t panel)
 }
 
 /*
- * Packs the rows of one panel (NULL = all zero) and frees them. Where the weight is kept smaller
- * than it runs, the packed order is kept.
+ * One block of a panel's rows. Where the weight is kept smaller than it runs, the packed order is
+ * kept; `packed` has room for the block as it runs.
  */
+static int pack_block(const struct packed *p, bool last, int64_t k, char *to, const char *rows,
+		      char *packed, char *scratch, struct err *e)
+{
+	const struct product *x = p->product[last][cpu_block_kind(p, k)];
+	const char *src = rows + (size_t)(k * p->block) * dtype_size(p->operand);
+
+	if (onednn_pack(x, packed ? packed : to, src, scratch, e))
+		return -1;
+	if (packed)
+		dtype_convert(to, p->kept, packed, p->operand,
+			      x->packed_bytes / dtype_size(p->operand));
+	return 0;
+}
+
+/* Packs the rows of one panel (NULL = all zero) and frees them. */
 static int pack_panel(const struct packed *p, int64_t index, int64_t panel, void *rows,
 		      struct err *e)
 {
-	const struct product *x =
-		panel == p->panels - 1 ? p->last_tile[TILE_ROWS] : p->tile[TILE_ROWS];
-	char *to = panel_data(p, index, panel);
-	void *scratch, *packed = NULL;
+	char *to = panel_data(p, index, panel), *scratch, *packed = NULL;
+	bool last = panel == p->panels - 1;
 	int rc = -1;
 
 	if (!rows) {
-		memset(to, 0, kept_bytes(p, x));
+		memset(to, 0, panel_bytes(p, last));
 		return 0;
 	}
-	scratch = mem_aligned(x->scratch_bytes, e);
-	if (p->kept != p->operand)
-		packed = mem_aligned(x->packed_bytes, e);
-	if (scratch && (packed || p->kept == p->operand))
-		rc = onednn_pack(x, packed ? packed : to, rows, scratch, e);
-	if (!rc && packed)
-		dtype_convert(to, p->kept, packed, p->operand,
-			      x->packed_bytes / dtype_size(p->operand));
+	scratch = mem_aligned(p->scratch, e);
+	if (p->expanded)
+		packed = mem_aligned(cpu_block_bytes(p, false, 0), e);
+	if (scratch && (packed || !p->expanded))
+		rc = 0;
+	for (int64_t k = 0; k < p->blocks && !rc; to += kept_bytes(p, last, k++))
+		rc = pack_block(p, last, k, to, rows, packed, scratch, e);
 	free(scratch);
 	free(packed);
 	free(rows);

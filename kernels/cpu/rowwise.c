@@ -71,21 +71,39 @@ void cpu_rows(struct device *d, struct tensor out, const struct weight *table, s
 	}
 }
 
-static float sum_of_squares(const char *x, enum dtype d, int64_t width)
+#define NORM_RUN 4096	/* numbers of a row that are loaded once for both passes */
+
+/* Sums in 4 x LANES lanes. */
+static void add_squares(vec sum[4], const float *x, int64_t n)
 {
-	float lane[LANES] = { 0 }, x32[RUN];
+	float rest[4 * LANES] = { 0 };
+	int64_t c = 0;
 
-	for (int64_t c = 0; c < width; c += RUN) {
-		int64_t n = run_at(c, width), whole = n / LANES * LANES;
+	for (; c + 4 * LANES <= n; c += 4 * LANES)
+		for (int i = 0; i < 4; i++) {
+			vec v;
 
-		run_load(x32, x + (size_t)c * dtype_size(d), d, n);
-		for (int64_t i = 0; i < whole; i += LANES)
-			for (int l = 0; l < LANES; l++)
-				lane[l] += x32[i + l] * x32[i + l];
-		for (int64_t i = whole; i < n; i++)
-			lane[i - whole] += x32[i] * x32[i];
+			vec_load(v, x + c + i * LANES);
+			sum[i] += v * v;
+		}
+	if (c == n)
+		return;
+	memcpy(rest, x + c, (size_t)(n - c) * sizeof *x);
+	for (int i = 0; i < 4; i++) {
+		vec v;
+
+		vec_load(v, rest + i * LANES);
+		sum[i] += v * v;
 	}
-	return lanes_sum(lane);
+}
+
+static void norm_run(char *to, enum dtype d, float *x, const float *w, float r, int64_t n)
+{
+	for (int64_t i = 0; i < n; i++)
+		x[i] *= r;
+	for (int64_t i = 0; w && i < n; i++)
+		x[i] *= w[i];
+	run_save(to, d, x, n);
 }
 
 static void norm_one(struct tensor out, struct tensor x, int64_t t, int64_t c0, const float *w,
@@ -93,17 +111,29 @@ static void norm_one(struct tensor out, struct tensor x, int64_t t, int64_t c0, 
 {
 	const char *from = ref_at(x, t, c0);
 	char *to = ref_at(out, t, c0);
-	float r = 1.0f / sqrtf(sum_of_squares(from, x.dtype, width) / (float)width + eps), x32[RUN];
+	size_t in = dtype_size(x.dtype), size = dtype_size(out.dtype);
+	float x32[NORM_RUN], r;
+	vec sum[4] = { { 0 } };
 
-	for (int64_t c = 0; c < width; c += RUN) {
-		int64_t n = run_at(c, width);
+	for (int64_t c = 0; c < width; c += NORM_RUN) {
+		int64_t n = width - c < NORM_RUN ? width - c : NORM_RUN;
 
-		run_load(x32, from + (size_t)c * dtype_size(x.dtype), x.dtype, n);
-		for (int64_t i = 0; i < n; i++)
-			x32[i] *= r;
-		for (int64_t i = 0; w && i < n; i++)
-			x32[i] *= w[c + i];
-		run_save(to + (size_t)c * dtype_size(out.dtype), out.dtype, x32, n);
+		run_load(x32, from + (size_t)c * in, x.dtype, n);
+		add_squares(sum, x32, n);
+	}
+	sum[0] += sum[1];
+	sum[2] += sum[3];
+	sum[0] += sum[2];
+	r = 1.0f / sqrtf(vec_sum(&sum[0]) / (float)width + eps);
+	if (width <= NORM_RUN) {
+		norm_run(to, out.dtype, x32, w, r, width);
+		return;
+	}
+	for (int64_t c = 0; c < width; c += NORM_RUN) {
+		int64_t n = width - c < NORM_RUN ? width - c : NORM_RUN;
+
+		run_load(x32, from + (size_t)c * in, x.dtype, n);
+		norm_run(to + (size_t)c * size, out.dtype, x32, w ? w + c : NULL, r, n);
 	}
 }
 
@@ -159,10 +189,59 @@ static void rotate_pairs(struct tensor x, int64_t t, int64_t c0, int64_t half, c
 	}
 }
 
+/*
+ * Cosine and sine of x, |x| <= FAR, rounded from double: reduced by multiples of pi/2 in two parts,
+ * of which the first has 33 bits, so that its products are exact; then Taylor's series.
+ */
+#define FAR 1.0e6f
+
+static inline void cosine_sine(double x, float *cosine, float *sine)
+{
+	const double magic = 6755399441055744.0;	/* 1.5 * 2^52: adding it rounds to an integer */
+	double n = x * 0.63661977236758134308 + magic, r, z, s, c;
+	int64_t quarter;
+
+	memcpy(&quarter, &n, sizeof quarter);
+	n -= magic;
+	r = x - n * 1.57079632673412561417e+00 - n * 6.07710050650619224932e-11;
+	z = r * r;
+	s = r + r * z * (-1.0 / 6 + z * (1.0 / 120 + z * (-1.0 / 5040 + z * (1.0 / 362880 -
+		z * (1.0 / 39916800)))));
+	c = 1 + z * (-0.5 + z * (1.0 / 24 + z * (-1.0 / 720 + z * (1.0 / 40320 -
+		z * (1.0 / 3628800)))));
+	*sine = (float)(quarter & 1 ? c : s);
+	*cosine = (float)(quarter & 1 ? s : c);
+	*sine = quarter & 2 ? -*sine : *sine;
+	*cosine = (quarter + 1) & 2 ? -*cosine : *cosine;
+}
+
+/* Of all angles position * freq[j], times the scale. */
+static void angles(float *cosine, float *sine, const struct rope *r, float position)
+{
+	const float *freq = ref_vector(r->freq);
+	int64_t half = r->width / 2;
+	float sign = r->inverse ? -r->scale : r->scale, most = 0;
+
+	for (int64_t j = 0; j < half; j++)
+		most = fabsf(freq[j]) > most ? fabsf(freq[j]) : most;
+	if (position * most <= FAR) {
+		for (int64_t j = 0; j < half; j++)
+			cosine_sine(position * freq[j], &cosine[j], &sine[j]);
+	} else {
+		for (int64_t j = 0; j < half; j++) {
+			cosine[j] = cosf(position * freq[j]);
+			sine[j] = sinf(position * freq[j]);
+		}
+	}
+	for (int64_t j = 0; j < half; j++) {
+		cosine[j] *= r->scale;
+		sine[j] *= sign;
+	}
+}
+
 void cpu_rope(struct device *d, struct tensor x, int heads, const struct rope *r, struct tensor pos)
 {
 	int64_t head = x.cols / heads, half = r->width / 2;
-	const float *freq = ref_vector(r->freq);
 
 	if (!ref_good(d) || !cpu_own(d, 2 * (size_t)half * sizeof(float)))
 		return;
@@ -173,14 +252,7 @@ void cpu_rope(struct device *d, struct tensor x, int heads, const struct rope *r
 
 #pragma omp for schedule(static)
 		for (int64_t t = 0; t < x.rows; t++) {
-			float position = (float)ref_id(pos, t, 0);
-
-			for (int64_t j = 0; j < half; j++) {
-				float angle = position * freq[j];
-
-				cosine[j] = cosf(angle) * r->scale;
-				sine[j] = sinf(r->inverse ? -angle : angle) * r->scale;
-			}
+			angles(cosine, sine, r, (float)ref_id(pos, t, 0));
 			for (int64_t h = 0; h < heads; h++)
 				if (r->layout == ROPE_HALF)
 					rotate_half(x, t, h * head + r->offset, half, cosine, sine);
