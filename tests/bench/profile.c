@@ -288,12 +288,15 @@ static uint64_t measure_scratch(struct window *w)
 	return peak;
 }
 
+/* What a recipe would take by default; the only layer where there is one. */
 static int choose_layers(struct window *w, struct err *e)
 {
 	struct target *t = &w->r->target;
 	int64_t n = t->layers - 1 < DRAFT_LAYERS ? t->layers - 1 : DRAFT_LAYERS;
 
-	w->layer_id = recipe_default_layers(n < 1 ? 1 : n, t->layers, &w->nids, e);
+	w->nids = 1;
+	w->layer_id = n ? recipe_default_layers(n, t->layers, &w->nids, e)
+			: mem_calloc(1, sizeof *w->layer_id, e);
 	w->tap = w->layer_id ? mem_calloc((size_t)w->nids, sizeof *w->tap, e) : NULL;
 	if (!w->tap)
 		return -1;
