@@ -17,10 +17,8 @@
 
 /* ---- records --------------------------------------------------------------------------------- */
 
-static void put_record(void *ctx, json_t *rec)
+static void put_record(struct session_output *o, json_t *rec)
 {
-	struct session_output *o = ctx;
-
 	if (o->out) {
 		if (!o->err.code && (record_write(o->out, rec, &o->err) || fflush(o->out)))
 			err_errno(&o->err, "cannot write standard output");
@@ -211,6 +209,20 @@ static int check_cover(const struct session *s, const char *dir, struct err *e)
 	return rc;
 }
 
+static void put_shard(void *ctx, json_t *rec)
+{
+	put_record(&((struct session *)ctx)->output, rec);
+}
+
+/* A rank with rows to do begins them while its capture writes target_weights. */
+static int write_target_weights(void *ctx, struct err *e)
+{
+	struct session *s = ctx;
+	struct cache_weights w = { read_rows, &s->weights };
+
+	return cache_open_weights(&s->cache, &w, e);
+}
+
 static int open_cache(struct session *s, struct err *e)
 {
 	struct cache_weights w = { read_rows, &s->weights };
@@ -228,7 +240,7 @@ static int open_cache(struct session *s, struct err *e)
 		for (int64_t n = r->shards[i][0]; n < r->shards[i][1]; n++)
 			s->left += !s->done[n];
 	rc = cache_open(&s->cache, dir, &s->plan.g, &s->plan.identity, s->plan.digest, s->comm.rank,
-			s->left > 0, &w, e);
+			s->left > 0, s->left ? NULL : &w, e);
 out:
 	free(dir);
 	return rc;
@@ -299,8 +311,9 @@ static int compute(struct session *s, struct err *e)
 				       .tokens = &s->tokens,
 				       .ids = s->plan.ids,
 				       .nonfinite = s->o->nonfinite,
-				       .published = put_record,
-				       .ctx = &s->output };
+				       .begin = write_target_weights,
+				       .published = put_shard,
+				       .ctx = s };
 	s->forward = (struct forward){ .plan = &s->plan,
 				       .range = &s->plan.range[s->comm.rank],
 				       .tokens = &s->tokens,

@@ -288,7 +288,7 @@ static int check_rows(const struct cache *c, int which, int64_t row, int64_t n, 
 
 /* Rows of one matrix, converted, hashed and written at `off`. */
 static int copy_matrix(const struct cache *c, const struct cache_weights *w, int which,
-		       const struct file_new *f, uint64_t off, char hex[DIGEST_HEX], struct err *e)
+		       struct file_new *f, uint64_t off, char hex[DIGEST_HEX], struct err *e)
 {
 	int64_t hidden = c->g.hidden, step = (int64_t)(ROWS_MAX / sizeof(float)) / hidden, row, n;
 	size_t size = dtype_size(c->g.dtype), bytes;
@@ -312,7 +312,7 @@ static int copy_matrix(const struct cache *c, const struct cache_weights *w, int
 		if (check_rows(c, which, row, n, out, e))
 			goto out;
 		digest_update(d, out, bytes);
-		if (file_pwrite(f->fd, f->tmp, out, bytes, off, e))
+		if (file_new_write(f, out, bytes, off, e))
 			goto out;
 		off += bytes;
 	}
@@ -369,16 +369,34 @@ out:
 	return rc;
 }
 
+static bool has_weights(const struct cache *c, const char *path)
+{
+	uint64_t size = geometry_target_weights(&c->g);
+	uint64_t bytes = (uint64_t)(c->g.vocab * c->g.hidden) * dtype_size(c->g.dtype);
+
+	return shard_is_done(path, size, size - 2 * bytes, c->identity);
+}
+
 static int ensure_weights(const struct cache *c, const struct cache_weights *w, struct err *e)
 {
 	char *path = file_join(c->dir, "target_weights.safetensors", e);
-	uint64_t size = geometry_target_weights(&c->g);
-	uint64_t header = size - 2 * (uint64_t)(c->g.vocab * c->g.hidden) * dtype_size(c->g.dtype);
 	int rc = -1;
 
 	if (path)
-		rc = shard_is_done(path, size, header, c->identity) ? 0
-								    : write_weights(c, path, w, e);
+		rc = has_weights(c, path) ? 0 : write_weights(c, path, w, e);
+	free(path);
+	return rc;
+}
+
+int cache_open_weights(struct cache *c, const struct cache_weights *w, struct err *e)
+{
+	char *path = file_join(c->dir, "target_weights.safetensors", e);
+	int rc = path ? 0 : -1;
+
+	if (path && !has_weights(c, path)) {
+		rc = cache_lock_again(&c->lock, e) || ensure_weights(c, w, e) ? -1 : 0;
+		cache_lock_opened(&c->lock);
+	}
 	free(path);
 	return rc;
 }

@@ -87,12 +87,17 @@ struct cache_weights {
  * differing fields) and another living plan, sweeps temporaries that no living rank owns, writes
  * dspark.json, manifest.json (complete: false) and target_weights where absent or not of this
  * identity. `plan` is the plan's digest. `work` false (this rank will publish nothing) leaves a
- * cache that is there as it is: complete stays complete. `w` NULL leaves target_weights to others.
- * On failure nothing is held.
+ * cache that is there as it is: complete stays complete. `w` NULL leaves target_weights to
+ * cache_open_weights or others. On failure nothing is held.
  */
 int cache_open(struct cache *c, const char *dir, const struct geometry *g,
 	       const struct identity *id, const char *plan, int rank, bool work,
 	       const struct cache_weights *w, struct err *e);
+/*
+ * target_weights, where absent or not of this identity, into an open cache, under the lock: for who
+ * has better things to do while it is written. Any thread, one at a time.
+ */
+int cache_open_weights(struct cache *c, const struct cache_weights *w, struct err *e);
 /* Releases the lock; the last one alive empties it. Legal on CACHE_INIT and after a failed open. */
 void cache_close(struct cache *c);
 

@@ -129,6 +129,11 @@ void cache_lock_opened(struct cache_lock *l)
 		file_lock(l->fd, l->path, OPENING, FILE_UNLOCK, false, &ignored);
 }
 
+int cache_lock_again(struct cache_lock *l, struct err *e)
+{
+	return l->works ? file_lock(l->fd, l->path, OPENING, FILE_EXCLUSIVE, true, e) : 0;
+}
+
 /*
  * Two ranks that end at once: the first finds the second alive and leaves under byte 0, the second
  * finds itself alone.

@@ -31,6 +31,8 @@ struct cache_lock {
  */
 int cache_lock_begin(struct cache_lock *l, const char *dir, const char *plan, struct err *e);
 void cache_lock_opened(struct cache_lock *l); /* gives byte 0 back */
+/* Byte 0 once more, waiting, until cache_lock_opened. Succeeds where there are no locks. */
+int cache_lock_again(struct cache_lock *l, struct err *e);
 /* The last one alive empties the file. Legal when nothing is held. */
 void cache_lock_end(struct cache_lock *l);
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * cache_verify: every byte of a cache against what vouches for it. Threads take one shard each;
+ * cache_verify: every byte of a cache against what vouches for it. Threads take one file each;
  * findings are printed in shard order at the end. With --discard the directory is locked as merge
  * locks it, and `complete` is cleared before the first file moves.
  */
@@ -75,9 +75,8 @@ static const char *base(const char *path)
 	return slash ? slash + 1 : path;
 }
 
-static int verify_shard(void *ctx, int64_t i, struct err *e)
+static int verify_shard(struct verify *k, int64_t i, struct err *e)
 {
-	struct verify *k = ctx;
 	char header[DIGEST_HEX] = "", *path;
 	struct err gone = ERR_INIT;
 	uint64_t size;
@@ -120,11 +119,19 @@ static int verify_weights(struct verify *k, struct err *e)
 		rc = 0;
 	} else if (!cache_scan_weights(&k->v, &k->weights, header, e)) {
 		check_listed(k, TARGET_WEIGHTS, size, header, &k->weights);
+		pthread_mutex_lock(&k->lock);
 		k->bytes += size;
+		pthread_mutex_unlock(&k->lock);
 		rc = text_ok(&k->weights.text, e);
 	}
 	free(path);
 	return rc;
+}
+
+/* The weights first: they may be the largest file, and one thread reads it. */
+static int verify_file(void *ctx, int64_t i, struct err *e)
+{
+	return i ? verify_shard(ctx, i - 1, e) : verify_weights(ctx, e);
 }
 
 /* manifest.json must be what the identity says, and once merged what dspark.json vouches for. */
@@ -399,8 +406,8 @@ static int check_all(struct verify *k, struct err *e)
 		row += (uint64_t)g->seq_length * geometry_token_bytes(g, i);
 	total = (int64_t)(row * (uint64_t)g->rows >> 20);
 	progress_begin(&k->progress, total < 1024 ? PROGRESS_NONE : PROGRESS_AUTO, "MiB", total);
-	rc = verify_manifest(k, e) || verify_weights(k, e) ||
-	     parallel_each(k->v.shards, parallel_threads(), verify_shard, k, e);
+	rc = verify_manifest(k, e) ||
+	     parallel_each(k->v.shards + 1, parallel_threads(), verify_file, k, e);
 	progress_end(&k->progress);
 	return rc ? -1 : 0;
 }

@@ -1,7 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * The writing thread. Everything that may be slow, hashing, writing, fsync, happens here; the
- * forward only waits when both buffers are full.
+ * Two threads do what may be slow. One hashes and writes rows, the other waits for the disk: while a
+ * shard is fsynced and published the next one is written. The forward only waits when both buffers
+ * are full, the writing thread when a second shard is full before the first is on disk.
+ *
+ *	forward -> buffer[2] -> thread: rows to c->writer -> c->whole -> publisher
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
@@ -9,6 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "cache_scan.h"
 #include "capture.h"
 #include "err.h"
 #include "log.h"
@@ -17,32 +21,7 @@
 
 enum { BUFFER_FREE, BUFFER_FILLING, BUFFER_READY };
 
-/* ---- finding NaN and infinity ---------------------------------------------------------------- */
-
-static bool any_nonfinite16(const uint16_t *p, size_t n, uint16_t mask)
-{
-	unsigned found = 0;
-
-	for (size_t i = 0; i < n; i++)
-		found |= (p[i] & mask) == mask;
-	return found;
-}
-
-static bool any_nonfinite32(const uint32_t *p, size_t n)
-{
-	unsigned found = 0;
-
-	for (size_t i = 0; i < n; i++)
-		found |= (p[i] & 0x7f800000u) == 0x7f800000u;
-	return found;
-}
-
-static bool any_nonfinite(const void *p, enum dtype d, size_t n)
-{
-	if (d == DT_F32)
-		return any_nonfinite32(p, n);
-	return any_nonfinite16(p, n, d == DT_BF16 ? 0x7f80 : 0x7c00);
-}
+/* ---- rows to shards -------------------------------------------------------------------------- */
 
 /* Names the first bad state of a row: layer id and position. */
 static int refuse_row(const struct capture *c, int64_t row, const char *states, const char *last,
@@ -59,8 +38,9 @@ static int refuse_row(const struct capture *c, int64_t row, const char *states, 
 		for (int i = 0; i <= g->nids; i++) {
 			const char *p = i < g->nids ? states + (size_t)(t * g->nids + i) * h * size
 						    : last + (size_t)t * h * size;
+			bool zero;
 
-			if (!any_nonfinite(p, g->dtype, h))
+			if (scan_finite(p, h * size, g->dtype, &zero))
 				continue;
 			if (i < g->nids)
 				return err_refuse(e,
@@ -76,52 +56,47 @@ static int refuse_row(const struct capture *c, int64_t row, const char *states, 
 	return err_refuse(e, "row %lld has a state that is not finite", (long long)row);
 }
 
-static int check_finite(struct capture *c, int64_t row, const char *states, const char *last,
-			int64_t len, struct err *e)
+static int finish_shard(struct capture *c, struct shard_writer *w, struct err *e)
 {
-	const struct geometry *g = &c->cache->g;
-	size_t n = (size_t)(len * g->hidden);
-
-	if (!any_nonfinite(states, g->dtype, n * (size_t)g->nids) &&
-	    !any_nonfinite(last, g->dtype, n))
-		return 0;
-	if (c->nonfinite == NONFINITE_STOP)
-		return refuse_row(c, row, states, last, len, e);
-	c->bad = true;
-	return 0;
-}
-
-/* ---- rows to shards -------------------------------------------------------------------------- */
-
-static int finish_shard(struct capture *c, struct err *e)
-{
-	struct shard_writer *w = c->writer;
 	int64_t index = w->index, rows = w->rows;
+	bool bad = w->nonfinite;
 	uint64_t bytes;
 	json_t *rec;
 
-	if (c->bad && shard_mark_bad(w, e))
-		return -1;
-	if (shard_publish(w, &bytes, e))
+	if ((bad && shard_mark_bad(w, e)) || shard_publish(w, &bytes, e))
 		return -1;
 	pthread_mutex_lock(&c->lock);
 	c->bytes += bytes;
+	c->quarantined += bad;
+	c->shards += !bad;
 	pthread_mutex_unlock(&c->lock);
-	if (c->bad) {
-		c->quarantined++;
+	if (bad)
 		log_warn("shard %lld has states that are not finite: kept as "
 			 "shard-%06lld.safetensors.bad",
 			 (long long)index, (long long)index);
-	} else {
-		c->shards++;
-	}
 	rec = json_pack("{s:s, s:i, s:I, s:I, s:I, s:b}",
 			"record", "shard", "rank", c->cache->rank, "shard", (json_int_t)index,
-			"rows", (json_int_t)rows, "bytes", (json_int_t)bytes, "finite", !c->bad);
+			"rows", (json_int_t)rows, "bytes", (json_int_t)bytes, "finite", !bad);
 	if (!rec)
 		return err_fail(e, "out of memory");
-	c->bad = false;
 	c->published(c->ctx, rec);
+	return 0;
+}
+
+/* Gives the open shard, all its rows written, to the publishing thread once that has no other. */
+static int hand_over(struct capture *c, struct err *e)
+{
+	struct shard_writer *next = mem_calloc(1, sizeof *next, e);
+
+	if (!next)
+		return -1;
+	pthread_mutex_lock(&c->lock);
+	while (c->whole)
+		pthread_cond_wait(&c->turn, &c->lock);
+	c->whole = c->writer;
+	c->writer = next;
+	pthread_cond_broadcast(&c->turn);
+	pthread_mutex_unlock(&c->lock);
 	return 0;
 }
 
@@ -131,13 +106,13 @@ static int write_row(struct capture *c, int64_t row, const int32_t *ids, const u
 	int64_t shard = row / c->cache->g.shard_size, len = tokens_length(c->tokens, row);
 	struct shard_writer *w = c->writer;
 
-	if (row % c->cache->g.shard_size == 0 && shard_begin(w, c->cache, shard, e))
-		return -1;
-	if (check_finite(c, row, states, last, len, e) ||
+	if ((row % c->cache->g.shard_size == 0 && shard_begin(w, c->cache, shard, e)) ||
 	    shard_row(w, row - shard * c->cache->g.shard_size, ids, mask, len, states, last, e))
 		return -1;
+	if (w->nonfinite && c->nonfinite == NONFINITE_STOP)
+		return refuse_row(c, row, states, last, len, e);
 	c->rows++;
-	return w->written == w->rows ? finish_shard(c, e) : 0;
+	return w->written == w->rows ? hand_over(c, e) : 0;
 }
 
 static int write_window(struct capture *c, const struct capture_buffer *b, struct err *e)
@@ -167,7 +142,15 @@ out:
 	return rc;
 }
 
-/* ---- the thread ------------------------------------------------------------------------------ */
+/* ---- the threads ----------------------------------------------------------------------------- */
+
+static void work_done(struct capture *c, const struct err *e, double start)
+{
+	c->busy += log_seconds() - start;
+	if (e->code && !c->err->code)
+		*c->err = *e;
+	pthread_cond_broadcast(&c->turn);
+}
 
 static void *write_windows(void *arg)
 {
@@ -188,11 +171,43 @@ static void *write_windows(void *arg)
 		start = log_seconds();
 		write_window(c, b, &e);
 		pthread_mutex_lock(&c->lock);
-		c->busy += log_seconds() - start;
-		if (e.code)
-			*c->err = e;
 		b->state = BUFFER_FREE;
-		pthread_cond_broadcast(&c->turn);
+		work_done(c, &e, start);
+	}
+	c->written = true;
+	pthread_cond_broadcast(&c->turn);
+	pthread_mutex_unlock(&c->lock);
+	return NULL;
+}
+
+/* A shard that was handed over is whole: it is published whatever has happened to others. */
+static void *publish_shards(void *arg)
+{
+	struct capture *c = arg;
+	struct err e = ERR_INIT;
+	double start = log_seconds();
+
+	if (c->begin)
+		c->begin(c->ctx, &e);
+	pthread_mutex_lock(&c->lock);
+	work_done(c, &e, start);
+	for (;;) {
+		struct shard_writer *w;
+
+		while (!c->whole && !c->written)
+			pthread_cond_wait(&c->turn, &c->lock);
+		w = c->whole;
+		if (!w)
+			break;
+		pthread_mutex_unlock(&c->lock);
+		start = log_seconds();
+		e = (struct err)ERR_INIT;
+		finish_shard(c, w, &e);
+		shard_abort(w);
+		free(w);
+		pthread_mutex_lock(&c->lock);
+		c->whole = NULL;
+		work_done(c, &e, start);
 	}
 	pthread_mutex_unlock(&c->lock);
 	return NULL;
@@ -213,32 +228,58 @@ static void release(struct capture *c)
 	c->err = NULL;
 }
 
+static void end_threads(struct capture *c, bool now)
+{
+	pthread_mutex_lock(&c->lock);
+	c->ending = true;
+	if (now && !c->err->code)
+		c->err->code = EXIT_FAILED;
+	pthread_cond_broadcast(&c->turn);
+	pthread_mutex_unlock(&c->lock);
+	pthread_join(c->thread, NULL);
+	if (c->started)
+		pthread_join(c->publisher, NULL);
+	pthread_mutex_destroy(&c->lock);
+	pthread_cond_destroy(&c->turn);
+	c->started = false;
+}
+
+static int start_threads(struct capture *c, struct err *e)
+{
+	int rc;
+
+	pthread_mutex_init(&c->lock, NULL);
+	pthread_cond_init(&c->turn, NULL);
+	rc = pthread_create(&c->thread, NULL, write_windows, c);
+	if (!rc) {
+		rc = pthread_create(&c->publisher, NULL, publish_shards, c);
+		c->started = !rc;
+		if (rc)
+			end_threads(c, true);
+	} else {
+		pthread_mutex_destroy(&c->lock);
+		pthread_cond_destroy(&c->turn);
+	}
+	return rc ? err_fail(e, "cannot start the writing threads: %s", strerror(rc)) : 0;
+}
+
 int capture_open(struct capture *c, int64_t window, struct err *e)
 {
 	const struct geometry *g = &c->cache->g;
 	size_t last = (size_t)window * (size_t)g->hidden * dtype_size(g->dtype);
-	int rc;
 
 	c->err = mem_calloc(1, sizeof *c->err, e);
 	c->writer = mem_calloc(1, sizeof *c->writer, e);
 	if (!c->err || !c->writer)
 		goto bad;
-	c->writer->file = (struct file_new)FILE_NEW_INIT;
 	for (int i = 0; i < 2; i++) {
 		c->buffer[i].states = mem_aligned(last * (size_t)g->nids, e);
 		c->buffer[i].last = mem_aligned(last, e);
 		if (!c->buffer[i].states || !c->buffer[i].last)
 			goto bad;
 	}
-	pthread_mutex_init(&c->lock, NULL);
-	pthread_cond_init(&c->turn, NULL);
-	rc = pthread_create(&c->thread, NULL, write_windows, c);
-	if (rc) {
-		err_fail(e, "cannot start the writing thread: %s", strerror(rc));
-		goto bad;
-	}
-	c->started = true;
-	return 0;
+	if (!start_threads(c, e))
+		return 0;
 bad:
 	release(c);
 	return -1;
@@ -278,20 +319,6 @@ void capture_give(struct capture *c, struct capture_buffer *b)
 	pthread_mutex_unlock(&c->lock);
 }
 
-static void end_thread(struct capture *c, bool now)
-{
-	pthread_mutex_lock(&c->lock);
-	c->ending = true;
-	if (now && !c->err->code)
-		c->err->code = EXIT_FAILED;
-	pthread_cond_broadcast(&c->turn);
-	pthread_mutex_unlock(&c->lock);
-	pthread_join(c->thread, NULL);
-	pthread_mutex_destroy(&c->lock);
-	pthread_cond_destroy(&c->turn);
-	c->started = false;
-}
-
 int capture_close(struct capture *c, struct err *e)
 {
 	double start = log_seconds();
@@ -299,7 +326,7 @@ int capture_close(struct capture *c, struct err *e)
 
 	if (!c->started)
 		return 0;
-	end_thread(c, false);
+	end_threads(c, false);
 	c->waited += log_seconds() - start;
 	if (c->err->code) {
 		if (!e->code)
@@ -313,7 +340,7 @@ int capture_close(struct capture *c, struct err *e)
 void capture_abort(struct capture *c)
 {
 	if (c->started)
-		end_thread(c, true);
+		end_threads(c, true);
 	release(c);
 }
 

@@ -3,8 +3,8 @@
  * capture: from the states of a window to published shards, behind the compute.
  *
  * Two buffers of captured states go round: the forward fills one while a thread hashes and writes
- * the other. Rows arrive in ascending order, so one shard is open at a time and memory is bounded
- * by the window, never by a shard.
+ * the other. Rows arrive in ascending order, so one shard is open at a time, while a second thread
+ * publishes the one before, and memory is bounded by the window, never by a shard.
  */
 #ifndef DSPARK_CAPTURE_H
 #define DSPARK_CAPTURE_H
@@ -36,22 +36,28 @@ struct capture {
 	const struct tokens *tokens;
 	const int64_t *ids;		/* layer ids, for messages */
 	enum nonfinite nonfinite;
-	/* called by the writing thread with each `shard` record (a reference is given) */
+	/*
+	 * Both are called by the publishing thread: begin (may be NULL) once before any shard is
+	 * published, its failure is the capture's; published with each `shard` record (a reference
+	 * is given).
+	 */
+	int (*begin)(void *ctx, struct err *e);
 	void (*published)(void *ctx, json_t *record);
 	void *ctx;
 
 	struct capture_buffer buffer[2];
-	pthread_t thread;
+	pthread_t thread, publisher;
 	pthread_mutex_t lock;
 	pthread_cond_t turn;
 	bool started, ending;
-	struct err *err;		/* the writing thread's, under lock */
-	struct shard_writer *writer;
-	bool bad;			/* the open shard has non-finite states */
+	bool written;			/* the writing thread has ended */
+	struct err *err;		/* of either thread, under lock */
+	struct shard_writer *writer;	/* the open shard: the writing thread's own */
+	struct shard_writer *whole;	/* full, not published yet; under lock */
 	int next;			/* buffer the forward fills next */
 
 	/* For the summary; while the thread runs, under lock. */
-	double busy, waited;	/* seconds the thread worked; seconds the forward waited for it */
+	double busy, waited;	/* seconds the threads worked; seconds the forward waited for them */
 	uint64_t bytes;
 	int64_t rows, shards, quarantined;
 };

@@ -9,6 +9,9 @@
 
 #include <string.h>
 #include <xxhash.h>
+#ifdef HAVE_XXH_DISPATCH
+#include <xxh_x86dispatch.h>	/* gives the calls below their run-time forms */
+#endif
 
 #include "digest.h"
 #include "err.h"

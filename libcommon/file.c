@@ -35,6 +35,13 @@
 #include "text.h"
 
 #define IO_MAX ((size_t)1 << 30)
+
+/* What a direct write must be made of; below DIRECT_LEAST the page cache is the better place. */
+#define PAGE         4096u
+#define DIRECT_ALIGN 512u
+#define DIRECT_LEAST ((size_t)256 << 10)
+#define BOUNCE       ((size_t)1 << 20)
+
 #define SLOTS  256
 
 static _Atomic(char *) live[SLOTS];
@@ -349,6 +356,7 @@ static void new_release(struct file_new *f)
 		slot_free(f->slot);
 	free(f->tmp);
 	free(f->path);
+	free(f->bounce);
 	*f = (struct file_new)FILE_NEW_INIT;
 }
 
@@ -460,6 +468,89 @@ out:
 	free(dir);
 	file_new_abort(f);
 	return rc;
+}
+
+/* Writeback starts at once: publish then waits for the last bytes only. */
+static int write_cached(struct file_new *f, const char *p, size_t n, uint64_t off, struct err *e)
+{
+	if (file_pwrite(f->fd, f->tmp, p, n, off, e))
+		return -1;
+	if (n >= DIRECT_LEAST)
+		sync_file_range(f->fd, (off_t)off, (off_t)n, SYNC_FILE_RANGE_WRITE);
+	return 0;
+}
+
+static bool set_direct(const struct file_new *f, bool on)
+{
+	int flags = fcntl(f->fd, F_GETFL);
+
+	return flags >= 0 && !fcntl(f->fd, F_SETFL, on ? flags | O_DIRECT : flags & ~O_DIRECT);
+}
+
+/* At most n bytes as they lie, or in the bounce buffer where a disk cannot fetch them from there. */
+static const char *fetchable(struct file_new *f, const char *p, size_t *n, struct err *e)
+{
+	if (!((uintptr_t)p % DIRECT_ALIGN)) {
+		*n = *n < IO_MAX ? *n : IO_MAX;
+		return p;
+	}
+	if (!f->bounce && !(f->bounce = mem_aligned(BOUNCE + PAGE, e)))
+		return NULL;
+	*n = *n < BOUNCE ? *n : BOUNCE;
+	return memcpy(f->bounce + (-(uintptr_t)f->bounce % PAGE), p, *n);
+}
+
+/*
+ * Whole pages. EINVAL is how file systems say that they cannot, or not from such memory; a write
+ * cut short (a full disk) leaves a rest that is no whole pages: both go on through the cache, which
+ * tells what is really wrong.
+ */
+static int write_direct(struct file_new *f, const char *p, size_t n, uint64_t off, struct err *e)
+{
+	bool on = !f->cached && set_direct(f, true);
+	const char *from = p;
+	ssize_t put = 0;
+
+	f->cached = !on;
+	while (on && n && put % PAGE == 0) {
+		size_t k = n;
+
+		from = fetchable(f, p, &k, e);
+		if (!from)
+			break;
+		put = pwrite(f->fd, from, k, (off_t)off);
+		if (put < 0 && errno == EINTR) {
+			put = 0;
+			continue;
+		}
+		if (put <= 0) {
+			f->cached = put < 0 && errno == EINVAL;
+			break;
+		}
+		p += put;
+		n -= (size_t)put;
+		off += (uint64_t)put;
+	}
+	if (on)
+		set_direct(f, false);
+	if (!from)
+		return -1;
+	return n ? write_cached(f, p, n, off, e) : 0;
+}
+
+int file_new_write(struct file_new *f, const void *buf, size_t n, uint64_t off, struct err *e)
+{
+	const char *p = buf;
+	size_t head = -off % PAGE, body;
+
+	if (f->cached || n < head + DIRECT_LEAST || off > INT64_MAX || n > INT64_MAX - off)
+		return write_cached(f, p, n, off, e);
+	body = (n - head) / PAGE * PAGE;
+	if ((head && file_pwrite(f->fd, f->tmp, p, head, off, e)) ||
+	    write_direct(f, p + head, body, off + head, e))
+		return -1;
+	n -= head + body;
+	return n ? file_pwrite(f->fd, f->tmp, p + head + body, n, off + head + body, e) : 0;
 }
 
 void file_new_abort(struct file_new *f)

@@ -50,14 +50,24 @@ struct file_new {
 	int fd;			/* -1 when closed */
 	char *tmp, *path;
 	int slot;		/* index in the table file_abort_all walks, -1 = none */
+	bool cached;		/* the file system wants the page cache between itself and us */
+	char *bounce;		/* for bytes that lie in memory where no disk can fetch them */
 };
 
-#define FILE_NEW_INIT { -1, NULL, NULL, -1 }
+#define FILE_NEW_INIT { .fd = -1, .slot = -1 }
 
 int file_new_open(struct file_new *f, const char *path, int rank, struct err *e);
 int file_new_publish(struct file_new *f, struct err *e);
 void file_new_abort(struct file_new *f);
 void file_abort_all(void);
+
+/*
+ * file_pwrite for megabytes that nobody reads soon: whole pages go straight to the disk where the
+ * file system allows it, so that they cost no copy, push nothing out of the page cache and leave
+ * the fsync of publish nothing to do; the rest goes through the cache, and on its way to the disk
+ * at once. Fastest where `buf` and `off` are multiples of 4096. One thread at a time.
+ */
+int file_new_write(struct file_new *f, const void *buf, size_t n, uint64_t off, struct err *e);
 
 /*
  * Removes DIR/.*.tmp.HOST.RANK.PID of this host whose process is gone. With `all` (a lock says that

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * shard: rows go to their final offsets as they come, so memory is one padded line of ids.
- * Writeback is started behind each row: the fsync of publish then finds little left to do.
+ * shard: rows go to their final offsets as they come, so memory is one padded line of ids. A row is
+ * hashed and judged in pieces that stay in a core's cache and written in large ones; it is on its
+ * way to the disk when the next one comes, and the fsync of publish finds little left to do.
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
@@ -16,13 +17,16 @@
 #include <unistd.h>
 
 #include "cache.h"
+#include "cache_scan.h"
 #include "err.h"
 #include "mem.h"
 #include "shard.h"
 #include "text.h"
 
 #define ALIGN  4096
-#define PIECE  ((size_t)4 << 20) /* hashed and written while it is in the CPU's cache */
+#define PAGE   4096u
+#define PIECE  ((size_t)8 << 20)   /* one write */
+#define CACHED ((size_t)256 << 10) /* hashed and judged at a time */
 #define STRIDE (DIGEST_HEX)      /* 32 digits and a comma */
 
 char *shard_path(const char *dir, int64_t index, struct err *e)
@@ -92,7 +96,23 @@ out:
 	return rc;
 }
 
-/* Bytes [0, n) of row `row` of tensor t from `src`, hashed on the way. */
+static void take_in(struct shard_writer *w, enum shard_tensor t, const char *p, size_t n)
+{
+	bool floats = t == SHARD_STATES || t == SHARD_LAST, zero;
+	size_t at, k;
+
+	for (at = 0; at < n; at += k) {
+		k = n - at < CACHED ? n - at : CACHED;
+		digest_update(w->digest, p + at, k);
+		if (floats && !scan_finite(p + at, k, w->cache->g.dtype, &zero))
+			w->nonfinite = true;
+	}
+}
+
+/*
+ * Bytes [0, n) of row `row` of tensor t from `src`, the first `hashed` of them in its hash. Pieces
+ * end on pages of the file.
+ */
 static int put(struct shard_writer *w, int64_t row, enum shard_tensor t, const void *src,
 	       size_t hashed, size_t n, struct err *e)
 {
@@ -104,17 +124,14 @@ static int put(struct shard_writer *w, int64_t row, enum shard_tensor t, const v
 
 	digest_reset(w->digest);
 	for (at = 0; at < n; at += k) {
-		k = n - at < PIECE ? n - at : PIECE;
+		k = PIECE - (start + at) % PAGE;
+		k = n - at < k ? n - at : k;
 		if (at < hashed)
-			digest_update(w->digest, p + at, k < hashed - at ? k : hashed - at);
-		if (file_pwrite(w->file.fd, w->file.tmp, p + at, k, start + at, e))
+			take_in(w, t, p + at, k < hashed - at ? k : hashed - at);
+		if (file_new_write(&w->file, p + at, k, start + at, e))
 			return -1;
 	}
 	digest_hex(w->digest, w->hash[row][t]);
-#ifdef SYNC_FILE_RANGE_WRITE
-	if (n >= PIECE / 16)
-		sync_file_range(w->file.fd, (off_t)start, (off_t)n, SYNC_FILE_RANGE_WRITE);
-#endif
 	return 0;
 }
 

@@ -33,9 +33,9 @@ bool shard_is_done(const char *path, uint64_t size, uint64_t header, const char 
 
 /*
  * One shard being written: its temporary is sized by ftruncate; rows come in any order, each once,
- * and are hashed as they come; padded positions of the states are never written (holes), ids are
- * padded with pad_token_id, the mask with 0. One thread at a time. Any failure leaves a writer that
- * can only be aborted; aborting a zeroed or published one does nothing.
+ * and are hashed and judged as they come; padded positions of the states are never written (holes),
+ * ids are padded with pad_token_id, the mask with 0. One thread at a time. Any failure leaves a
+ * writer that can only be aborted; aborting a zeroed or published one does nothing.
  */
 struct shard_writer {
 	struct file_new file;
@@ -46,6 +46,7 @@ struct shard_writer {
 	char (*hash)[SHARD_TENSORS][DIGEST_HEX]; /* [rows] */
 	int64_t *line;                           /* [S]: a padded row of ids or mask */
 	struct digest *digest;
+	bool nonfinite;                          /* a row came with a NaN or an infinity */
 };
 
 int shard_begin(struct shard_writer *w, const struct cache *c, int64_t index, struct err *e);
