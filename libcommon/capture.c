@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Two threads do what may be slow. One hashes and writes rows, the other waits for the disk: while a
- * shard is fsynced and published the next one is written. The forward only waits when both buffers
- * are full, the writing thread when a second shard is full before the first is on disk.
+ * Two threads do what may be slow. One hashes and writes rows, the other waits for the disk: while
+ * a shard is fsynced and published the next one is written. The forward only waits when both
+ * buffers are full, the writing thread when a second shard is full before the first is on disk.
  *
  *	forward -> buffer[2] -> thread: rows to c->writer -> c->whole -> publisher
  */

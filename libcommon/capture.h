@@ -57,7 +57,7 @@ struct capture {
 	int next;			/* buffer the forward fills next */
 
 	/* For the summary; while the thread runs, under lock. */
-	double busy, waited;	/* seconds the threads worked; seconds the forward waited for them */
+	double busy, waited;	/* seconds the threads worked, and the forward waited for them */
 	uint64_t bytes;
 	int64_t rows, shards, quarantined;
 };

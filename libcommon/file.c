@@ -502,8 +502,8 @@ static const char *fetchable(struct file_new *f, const char *p, size_t *n, struc
 
 /*
  * Whole pages. EINVAL is how file systems say that they cannot, or not from such memory; a write
- * cut short (a full disk) leaves a rest that is no whole pages: both go on through the cache, which
- * tells what is really wrong.
+ * cut short (a full disk) leaves a rest that is no whole pages: both go on through the cache,
+ * which tells what is really wrong.
  */
 static int write_direct(struct file_new *f, const char *p, size_t n, uint64_t off, struct err *e)
 {

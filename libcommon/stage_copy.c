@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * stage_copy: large sequential reads, one hash, large sequential writes. The next pieces of the
- * source are asked for while one is written, and written pages are handed to the disk at once, so
- * that neither end waits for the other and the last fsync is short.
+ * stage_copy: sequential reads in pieces that are hashed in a core's cache, large sequential writes
+ * behind them (outlet.h). The next pieces of the source are asked for in time, so that neither end
+ * waits for the other and the last fsync is short.
  *
  *	raw: header with room for the hashes | tensors ...	then the header with the hashes
  *	lz4: block | block | ...				the table goes to the index
@@ -21,6 +21,7 @@
 #include "err.h"
 #include "file.h"
 #include "mem.h"
+#include "outlet.h"
 #include "pack.h"
 #include "parallel.h"
 #include "safetensors.h"
@@ -29,6 +30,7 @@
 
 #define PIECE ((size_t)8 << 20)
 #define AHEAD (4 * PIECE)
+#define CACHED ((size_t)256 << 10)
 #define PIECE_BLOCKS (PIECE / PACK_BLOCK)
 #define RAW_FORMAT "dspark-stage"
 
@@ -106,22 +108,14 @@ void stage_copier_release(struct stage_copier *k)
 	*k = (struct stage_copier){ 0 };
 }
 
-typedef int piece_fn(void *ctx, const char *buf, size_t n, struct err *e);
-
-/* Bytes [at, at + n) of a file, a piece at a time. */
-static int read_pieces(struct stage_copier *k, int fd, const char *path, uint64_t at, uint64_t n,
-		       piece_fn *each, void *ctx, struct err *e)
+/* Asks for what lies ahead of byte `at` of n from `begin` on, once for each piece. */
+static void ask_ahead(int fd, uint64_t begin, uint64_t n, uint64_t at)
 {
-	while (n) {
-		size_t part = n < PIECE ? (size_t)n : PIECE;
+	uint64_t left = n - (at - begin);
 
-		posix_fadvise(fd, (off_t)at, (off_t)(n < AHEAD ? n : AHEAD), POSIX_FADV_WILLNEED);
-		if (file_pread(fd, path, k->buf, part, at, e) || each(ctx, k->buf, part, e))
-			return -1;
-		at += part;
-		n -= part;
-	}
-	return 0;
+	if ((at - begin) % PIECE == 0)
+		posix_fadvise(fd, (off_t)at, (off_t)(left < AHEAD ? left : AHEAD),
+			      POSIX_FADV_WILLNEED);
 }
 
 static void advance(struct stage_copier *k, uint64_t n)
@@ -179,55 +173,73 @@ static int check_sources(const struct stage_copier *k, struct err *e)
 struct target_file {
 	struct stage_copier *k;
 	struct file_new file;
-	uint64_t at;			/* where the next byte goes */
+	struct outlet out;		/* out.at: where the next byte goes */
 	struct digest *digest;		/* of the tensor */
 	enum dtype dtype;
 	uint64_t *block;		/* LZ4: the tensor's table, filled as blocks are written */
+	struct text header;		/* raw: with the hashes, for the room at the beginning */
 };
 
-static int put(struct target_file *t, const void *buf, size_t n, struct err *e)
+/* Bytes [at, at + n) of a source, read to where they are written from. */
+static int copy_raw(struct target_file *t, int fd, const char *path, uint64_t at, uint64_t n,
+		    struct err *e)
 {
-	if (file_pwrite(t->file.fd, t->file.tmp, buf, n, t->at, e))
-		return -1;
-	if (n >= PACK_BLOCK)
-		sync_file_range(t->file.fd, (off_t)t->at, (off_t)n, SYNC_FILE_RANGE_WRITE);
-	t->at += n;
+	uint64_t begin = at, end = at + n;
+	size_t part;
+
+	for (; at < end; at += part) {
+		char *to = outlet_room(&t->out, &part);
+
+		part = part < CACHED ? part : CACHED;
+		part = end - at < part ? (size_t)(end - at) : part;
+		part = part < PIECE - (at - begin) % PIECE ? part : PIECE - (at - begin) % PIECE;
+		ask_ahead(fd, begin, n, at);
+		if (file_pread(fd, path, to, part, at, e))
+			return -1;
+		digest_update(t->digest, to, part);
+		if (outlet_add(&t->out, part, e))
+			return -1;
+		advance(t->k, part);
+	}
 	return 0;
 }
 
-static int put_raw(void *ctx, const char *buf, size_t n, struct err *e)
+static int pack_piece(struct target_file *t, size_t n, struct err *e)
 {
-	struct target_file *t = ctx;
-
-	digest_update(t->digest, buf, n);
-	if (put(t, buf, n, e))
-		return -1;
-	advance(t->k, n);
-	return 0;
-}
-
-static int put_packed(void *ctx, const char *buf, size_t n, struct err *e)
-{
-	struct target_file *t = ctx;
 	struct packer *p = t->k->packer;
-	size_t i, to = 0;
+	size_t i;
 
-	digest_update(t->digest, buf, n);
-	p->src = buf;
+	p->src = t->k->buf;
 	p->n = n;
 	p->dtype = t->dtype;
 	if (parallel_each((int64_t)((n + PACK_BLOCK - 1) / PACK_BLOCK), parallel_threads(),
 			  pack_one, p, e))
 		return -1;
 	for (i = 0; i * PACK_BLOCK < n; i++) {
-		memmove(p->out + to, p->out + i * pack_bound(PACK_BLOCK), p->len[i]);
-		to += p->len[i];
+		if (outlet_put(&t->out, p->out + i * pack_bound(PACK_BLOCK), p->len[i], e))
+			return -1;
 		t->block[1] = t->block[0] + p->len[i];
 		t->block++;
 	}
-	if (put(t, p->out, to, e))
-		return -1;
-	advance(t->k, n);
+	return 0;
+}
+
+static int copy_packed(struct target_file *t, int fd, const char *path, uint64_t at, uint64_t n,
+		       struct err *e)
+{
+	uint64_t begin = at, end = at + n;
+	size_t part;
+
+	for (; at < end; at += part) {
+		part = end - at < PIECE ? (size_t)(end - at) : PIECE;
+		ask_ahead(fd, begin, n, at);
+		if (file_pread(fd, path, t->k->buf, part, at, e))
+			return -1;
+		digest_update(t->digest, t->k->buf, part);
+		if (pack_piece(t, part, e))
+			return -1;
+		advance(t->k, part);
+	}
 	return 0;
 }
 
@@ -287,7 +299,10 @@ static char *no_hashes(size_t n, struct err *e)
 	return s;
 }
 
-static int copy_tensor(struct target_file *t, const struct entry *from, piece_fn *each,
+typedef int copy_fn(struct target_file *t, int fd, const char *path, uint64_t at, uint64_t n,
+		    struct err *e);
+
+static int copy_tensor(struct target_file *t, const struct entry *from, copy_fn *copy,
 		       char hash[DIGEST_HEX], struct err *e)
 {
 	char *path;
@@ -296,7 +311,7 @@ static int copy_tensor(struct target_file *t, const struct entry *from, piece_fn
 	digest_reset(t->digest);
 	t->dtype = from->dtype;
 	if (fd >= 0)
-		rc = read_pieces(t->k, fd, path, from->begin, from->end - from->begin, each, t, e);
+		rc = copy(t, fd, path, from->begin, from->end - from->begin, e);
 	digest_hex(t->digest, hash);
 	free(path);
 	return rc;
@@ -316,34 +331,34 @@ static int reserve(struct target_file *t, uint64_t n, struct err *e)
 static int write_raw(struct target_file *t, struct stage_index *x, struct entry *place,
 		     char (*hash)[DIGEST_HEX], struct err *e)
 {
-	struct text header = TEXT_INIT;
 	char *hashes = NULL;
 	size_t i, n, k = 0, len;
 	struct st_tensor *st = raw_tensors(x, &n, e);
 	int rc = -1;
 
 	hashes = no_hashes(n, e);
-	if (!st || !hashes || raw_header(&header, st, n, x, hashes, e) ||
-	    reserve(t, n ? st[n - 1].end : header.len, e))
+	if (!st || !hashes || raw_header(&t->header, st, n, x, hashes, e) ||
+	    reserve(t, n ? st[n - 1].end : t->header.len, e))
 		goto out;
-	t->at = len = header.len;
+	len = t->header.len;
+	if (outlet_put(&t->out, t->header.s, len, e))
+		goto out;
 	for (i = 0; i < x->n; i++) {
-		place[i].begin = t->at;
-		if (copy_tensor(t, &x->entry[i], put_raw, hash[i], e))
+		place[i].begin = t->out.at;
+		if (copy_tensor(t, &x->entry[i], copy_raw, hash[i], e))
 			goto out;
-		place[i].end = t->at;
+		place[i].end = t->out.at;
 		if (place[i].end > place[i].begin)
 			memcpy(hashes + k++ * (DIGEST_HEX - 1), hash[i], DIGEST_HEX - 1);
 	}
-	if (raw_header(&header, st, n, x, hashes, e))
+	if (raw_header(&t->header, st, n, x, hashes, e))
 		goto out;
-	if (header.len != len)
+	if (t->header.len != len)
 		err_fail(e, "the header of '%s' changed its length from %zu to %zu bytes",
-			 t->file.path, len, header.len);
+			 t->file.path, len, t->header.len);
 	else
-		rc = file_pwrite(t->file.fd, t->file.tmp, header.s, header.len, 0, e);
+		rc = 0;
 out:
-	text_release(&header);
 	free(hashes);
 	free(st);
 	return rc;
@@ -361,10 +376,10 @@ static int write_packed(struct target_file *t, struct stage_index *x, struct ent
 			    x, i, (stage_bytes(&x->entry[i]) + PACK_BLOCK - 1) / PACK_BLOCK, e))
 			return -1;
 		t->block = x->place[i].block;
-		t->block[0] = place[i].begin = t->at;
-		if (copy_tensor(t, &x->entry[i], put_packed, hash[i], e))
+		t->block[0] = place[i].begin = t->out.at;
+		if (copy_tensor(t, &x->entry[i], copy_packed, hash[i], e))
 			return -1;
-		place[i].end = t->at;
+		place[i].end = t->out.at;
 	}
 	return 0;
 }
@@ -391,27 +406,47 @@ static void settle(struct stage_index *x, const struct entry *place, char (*hash
 	x->size = size;
 }
 
+/* All of the copy is in the file; *size: its bytes. */
+static int write_copy(struct target_file *t, struct stage_index *x, struct entry *place,
+		      char (*hash)[DIGEST_HEX], uint64_t *size, struct err *e)
+{
+	int rc;
+
+	if (outlet_open(&t->out, &t->file, e))
+		return -1;
+	rc = x->form == STAGE_LZ4 ? write_packed(t, x, place, hash, e)
+				  : write_raw(t, x, place, hash, e);
+	*size = t->out.at;
+	if (rc)
+		outlet_abort(&t->out);
+	else
+		rc = outlet_close(&t->out, e);
+	if (rc || !t->header.len)
+		return rc;
+	return file_pwrite(t->file.fd, t->file.tmp, t->header.s, t->header.len, 0, e);
+}
+
 int stage_copy_make(struct stage_copier *k, struct stage_index *x, struct err *e)
 {
 	struct target_file t = { .k = k, .file = FILE_NEW_INIT, .digest = digest_new(e) };
 	struct entry *place = mem_calloc(x->n, sizeof *place, e);
 	char(*hash)[DIGEST_HEX] = mem_calloc(x->n, sizeof *hash, e), *name = copy_name(x, e),
 	*path = NULL;
+	uint64_t size;
 	int rc = -1;
 
 	if (!t.digest || !place || !hash || !name || !(path = file_join(k->dir, name, e)) ||
 	    file_new_open(&t.file, path, x->share, e))
 		goto out;
-	if (x->form == STAGE_LZ4 ? write_packed(&t, x, place, hash, e)
-				 : write_raw(&t, x, place, hash, e))
+	if (write_copy(&t, x, place, hash, &size, e) || check_sources(k, e) ||
+	    file_new_publish(&t.file, e))
 		goto out;
-	if (check_sources(k, e) || file_new_publish(&t.file, e))
-		goto out;
-	settle(x, place, hash, name, t.at);
+	settle(x, place, hash, name, size);
 	name = NULL;
 	rc = 0;
 out:
 	file_new_abort(&t.file);
+	text_release(&t.header);
 	digest_free(t.digest);
 	free(place);
 	free(hash);
@@ -428,13 +463,20 @@ static int misfit(const char *path, const char *why)
 	return 1;
 }
 
-static int hash_piece(void *ctx, const char *buf, size_t n, struct err *e)
+static int hash_bytes(struct target_file *t, int fd, const char *path, uint64_t at, uint64_t n,
+		      struct err *e)
 {
-	struct target_file *t = ctx;
+	uint64_t begin = at, end = at + n;
+	size_t part;
 
-	(void)e;
-	digest_update(t->digest, buf, n);
-	advance(t->k, n);
+	for (; at < end; at += part) {
+		part = end - at < CACHED ? (size_t)(end - at) : CACHED;
+		ask_ahead(fd, begin, n, at);
+		if (file_pread(fd, path, t->k->buf, part, at, e))
+			return -1;
+		digest_update(t->digest, t->k->buf, part);
+		advance(t->k, part);
+	}
 	return 0;
 }
 
@@ -473,7 +515,7 @@ static int verify_raw(struct target_file *t, const struct stage_index *x, const 
 			rc = misfit(path, "holds other tensors");
 			goto out;
 		}
-		if (read_pieces(t->k, s.fd, path, at, n, hash_piece, t, e))
+		if (hash_bytes(t, s.fd, path, at, n, e))
 			goto out;
 		digest_hex(t->digest, hash[i]);
 		if (n && memcmp(hash[i], hashes, DIGEST_HEX - 1)) {

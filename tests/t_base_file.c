@@ -17,6 +17,7 @@
 
 #include "err.h"
 #include "file.h"
+#include "outlet.h"
 #include "tap.h"
 #include "text.h"
 
@@ -228,6 +229,135 @@ static void test_full(void)
 	} else {
 		tap_skip("root may write anywhere");
 	}
+}
+
+/* ---- past the page cache --------------------------------------------------------------------- */
+
+#define LARGE ((size_t)20 << 20)
+
+static unsigned char *pattern(void)
+{
+	unsigned char *p = malloc(LARGE + 4096);
+	uint32_t x = 1;
+
+	for (size_t i = 0; i < LARGE + 4096; i++)
+		p[i] = (unsigned char)((x = x * 1664525u + 1013904223u) >> 24);
+	return p;
+}
+
+/* Do n bytes at `off` of the file equal p's, and is everything before and behind them zero? */
+static bool holds(const char *path, const unsigned char *p, size_t n, size_t off, size_t size)
+{
+	unsigned char *got = malloc(size + 1);
+	int fd = open(path, O_RDONLY);
+	bool same = fd >= 0 && read(fd, got, size + 1) == (ssize_t)size &&
+		    !memcmp(got + off, p, n);
+
+	for (size_t i = 0; same && i < size; i++)
+		same = (i >= off && i < off + n) || !got[i];
+	close(fd);
+	free(got);
+	return same;
+}
+
+/* The same bytes whatever the place in file and memory, whether or not the file system can. */
+static void test_write(const unsigned char *p)
+{
+	static const struct {
+		size_t from, n, off;
+	} job[] = {
+		{ 0, 9 << 20, 0 },	  { 0, 9 << 20, 4096 },	     { 1, 9 << 20, 4096 },
+		{ 0, (9 << 20) + 7, 1 }, { 512, (3 << 20) - 1, 8191 }, { 2048, 3 << 20, 6144 },
+		{ 17, 300000, 12345 },	  { 0, 100, 3 },	     { 5, 262144 + 4095, 1 },
+	};
+	static const char *const place[] = { "", "/dev/shm" };
+
+	for (size_t i = 0; i < 2; i++)
+		for (size_t k = 0; k < sizeof job / sizeof *job; k++) {
+			size_t size = job[k].off + job[k].n + 5000;
+			struct file_new f = FILE_NEW_INIT;
+			struct err e = ERR_INIT;
+			char path[512];
+
+			snprintf(path, sizeof path, "%s/dspark-w%ld",
+				 *place[i] && file_is_dir(place[i]) ? place[i] : dir,
+				 (long)getpid());
+			ok(!file_new_open(&f, path, 0, &e) && !ftruncate(f.fd, (off_t)size) &&
+			   !file_new_write(&f, p + job[k].from, job[k].n, job[k].off, &e) &&
+			   !(fcntl(f.fd, F_GETFL) & O_DIRECT) && !file_new_publish(&f, &e) &&
+			   holds(path, p + job[k].from, job[k].n, job[k].off, size),
+			   "%zu bytes from %zu at %zu %s", job[k].n, job[k].from, job[k].off,
+			   e.text);
+			unlink(path);
+		}
+}
+
+/* Two writes that meet inside a page: neither loses the other's half. */
+static void test_meet(const unsigned char *p)
+{
+	struct file_new f = FILE_NEW_INIT;
+	struct err e = ERR_INIT;
+
+	ok(!file_new_open(&f, at("meet"), 0, &e) &&
+	   !file_new_write(&f, p + 1000001, LARGE - 1000001, 1000001, &e) &&
+	   !file_new_write(&f, p, 1000001, 0, &e) && !file_new_publish(&f, &e) &&
+	   holds(at("meet"), p, LARGE, 0, LARGE), "written from the middle, then up to it");
+}
+
+static void test_outlet(const unsigned char *p)
+{
+	static const size_t step[] = { 1, 4096, 1000003, OUTLET_BUFFER, OUTLET_BUFFER + 1 };
+	struct err e = ERR_INIT;
+
+	for (size_t k = 0; k < sizeof step / sizeof *step; k++) {
+		struct file_new f = FILE_NEW_INIT;
+		struct outlet o;
+		size_t n = step[k] == 1 ? 5000 : LARGE, i;
+
+		ok(!file_new_open(&f, at("outlet"), 0, &e) && !outlet_open(&o, &f, &e), "open");
+		for (i = 0; i < n; i += step[k])
+			if (outlet_put(&o, p + i, n - i < step[k] ? n - i : step[k], &e))
+				break;
+		ok(i >= n && o.at == n && !outlet_close(&o, &e) && !file_new_publish(&f, &e) &&
+		   holds(at("outlet"), p, n, 0, n), "%zu bytes by %zu %s", n, step[k], e.text);
+	}
+}
+
+/* A thread's failure reaches the caller, at the latest at the end; then nothing is left. */
+static void test_outlet_full(const unsigned char *p)
+{
+	struct rlimit old, small = { 1 << 20, 1 << 20 };
+	struct file_new f = FILE_NEW_INIT;
+	struct outlet o, none = { 0 };
+	struct err e = ERR_INIT, late = ERR_INIT;
+
+	getrlimit(RLIMIT_FSIZE, &old);
+	small.rlim_max = old.rlim_max;
+	setrlimit(RLIMIT_FSIZE, &small);
+	file_new_open(&f, at("cut"), 0, &e);
+	outlet_open(&o, &f, &e);
+	ok(outlet_put(&o, p, LARGE, &e) && strstr(e.text, "File too large"), "%s", e.text);
+	outlet_abort(&o);
+	outlet_open(&o, &f, &late);
+	outlet_put(&o, p, OUTLET_BUFFER / 2, &late);
+	ok(!late.code && outlet_close(&o, &late) && strstr(late.text, "File too large"), "%s",
+	   late.text);
+	setrlimit(RLIMIT_FSIZE, &old);
+	file_new_abort(&f);
+	outlet_abort(&o);
+	outlet_abort(&none);
+	ok(!file_exists(at("cut")), "aborted");
+}
+
+static void test_large(void)
+{
+	unsigned char *p = pattern();
+
+	test_write(p);
+	test_meet(p);
+	test_outlet(p);
+	test_outlet_full(p);
+	free(p);
 }
 
 static void on_signal(int sig)
@@ -444,6 +574,7 @@ int main(void)
 	test_paths();
 	test_publish();
 	test_full();
+	test_large();
 	test_signal();
 	test_many();
 	test_sweep();
