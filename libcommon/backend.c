@@ -28,6 +28,7 @@ uint64_t weight_bytes(const struct weight *w, enum dtype compute)
 
 	switch (w->use) {
 	case USE_PRODUCT:
+	case USE_GATED:
 		return HANDLE +
 		       count * blocks(w->rows) *
 			       (RECORD +
@@ -54,6 +55,12 @@ static void no_matmul(struct device *d, struct tensor out, struct tensor x, cons
 		      const struct weight *bias, bool add)
 {
 	(void)d, (void)out, (void)x, (void)w, (void)bias, (void)add;
+}
+
+static void no_matmul_gate(struct device *d, struct tensor out, struct tensor x,
+			   const struct weight *w, const struct act *a)
+{
+	(void)d, (void)out, (void)x, (void)w, (void)a;
 }
 
 static void no_norm(struct device *d, struct tensor out, struct tensor x, const struct weight *w,
@@ -101,6 +108,7 @@ const struct backend backend_measure = {
 	.name = "measure",
 	.rows = no_rows,
 	.matmul = no_matmul,
+	.matmul_gate = no_matmul_gate,
 	.norm = no_norm,
 	.rope = no_rope,
 	.attention = no_attention,

@@ -55,7 +55,9 @@ static inline struct tensor tensor_rows(struct tensor t, int64_t first, int64_t 
 
 /* How a weight is used, which decides its layout in device memory. */
 enum weight_use {
-	USE_PRODUCT,	/* operand of matmul or experts: packed by the backend */
+	USE_PRODUCT,	/* operand of matmul, or `down` of experts: packed by the backend */
+	/* operand of matmul_gate, or `gate_up` of experts: rows of gate, then as many of up */
+	USE_GATED,
 	/* norm weights, biases, sinks, rope frequencies, small matrices: plain F32 */
 	USE_VECTOR,
 	USE_TABLE,	/* read by row id through `rows`: kept in the file's dtype */
@@ -231,6 +233,13 @@ struct backend {
 	 */
 	void (*matmul)(struct device *d, struct tensor out, struct tensor x, const struct weight *w,
 		       const struct weight *bias, bool add);
+
+	/*
+	 * out[T,I] = act(x[T,K] w[0..I)^T, x w[I..2I)^T), w [2I,K] of USE_GATED. Both products stay
+	 * in F32; x is rounded as in matmul.
+	 */
+	void (*matmul_gate)(struct device *d, struct tensor out, struct tensor x,
+			    const struct weight *w, const struct act *a);
 
 	/*
 	 * out = x / sqrt(mean(x^2) + eps) * w over each run of `width` columns (cols / width runs,

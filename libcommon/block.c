@@ -42,15 +42,13 @@ void block_mlp(struct chunk *c, struct tensor x, struct tensor h, const struct w
 	const struct backend *be = c->dev->be;
 	uint64_t mark = scratch_mark(c);
 	int64_t most = c->tokens < TOKEN_TILE ? c->tokens : TOKEN_TILE;
-	struct tensor gu = scratch(c, c->dev->compute, most, gate_up->rows);	/* [t, gate | up] */
 	struct tensor a = scratch(c, c->dev->compute, most, gate_up->rows / 2);
 
 	for (int64_t t = 0; t < c->tokens; t += TOKEN_TILE) {
 		int64_t n = c->tokens - t < TOKEN_TILE ? c->tokens - t : TOKEN_TILE;
-		struct tensor gun = tensor_rows(gu, 0, n), an = tensor_rows(a, 0, n);
+		struct tensor an = tensor_rows(a, 0, n);
 
-		be->matmul(c->dev, gun, tensor_rows(h, t, n), gate_up, NULL, false);
-		be->gate(c->dev, an, gun, act);
+		be->matmul_gate(c->dev, an, tensor_rows(h, t, n), gate_up, act);
 		be->matmul(c->dev, tensor_rows(x, t, n), an, down, NULL, true);
 	}
 	scratch_release(c, mark);

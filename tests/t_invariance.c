@@ -18,7 +18,7 @@ static const int threads[] = { 1, 2, 3, 8 };
 /* What an operation needs on one device. */
 struct bench {
 	struct device d;
-	struct weight matrix, odd, bias, norm, freq;
+	struct weight matrix, gated, odd, bias, norm, freq;
 	struct weight gate_up, down;			/* all experts */
 	struct weight gate_up_half[2], down_half[2];	/* the same in two blocks */
 };
@@ -86,6 +86,14 @@ static void run_gate(struct bench *b, struct tensor out, struct tensor x, const 
 {
 	(void)c;
 	b->d.be->gate(&b->d, out, x, &(struct act){ .kind = ACT_GELU_TANH });
+}
+
+static void run_matmul_gate(struct bench *b, struct tensor out, struct tensor x,
+			    const struct company *c)
+{
+	(void)c;
+	b->d.be->matmul_gate(&b->d, out, tensor_cols(x, 0, K_IN), &b->gated,
+			     &(struct act){ .kind = ACT_SILU });
 }
 
 static void run_add(struct bench *b, struct tensor out, struct tensor x, const struct company *c)
@@ -175,6 +183,7 @@ static const struct op ops[] = {
 	{ "norm", K_IN, DT_F32, run_norm, false },
 	{ "rope", K_IN, DT_F32, run_rope, false },
 	{ "gate", K_IN / 2, DT_F32, run_gate, false },
+	{ "matmul_gate", WIDE / 2, DT_BF16, run_matmul_gate, false },
 	{ "add", 150, DT_F32, run_add, false },
 	{ "route", 5, DT_F32, run_route, true },
 	{ "experts", K_IN, DT_F32, run_experts, false },
@@ -189,16 +198,17 @@ static void open_bench(struct bench *b, enum dtype compute, int nthreads)
 
 	bed_open(d, "cpu", compute, nthreads);
 	bed_weight(d, &b->matrix, USE_PRODUCT, WEIGHT_BULK, DT_BF16, 1, WIDE, K_IN, v);
+	bed_weight(d, &b->gated, USE_GATED, WEIGHT_BULK, DT_BF16, 1, WIDE / 2 * 2, K_IN, v + 3);
 	bed_weight(d, &b->odd, USE_PRODUCT, WEIGHT_FP32, DT_F32, 1, 131, 77, v + 5);
 	bed_weight(d, &b->bias, USE_VECTOR, WEIGHT_FP32, DT_F32, 1, WIDE, 1, v + 9);
 	bed_weight(d, &b->norm, USE_VECTOR, WEIGHT_FP32, DT_F32, 1, 48, 1, v + 17);
 	bed_weight(d, &b->freq, USE_VECTOR, WEIGHT_FP32, DT_F32, 1, 20, 1, v + 33);
-	bed_weight(d, &b->gate_up, USE_PRODUCT, WEIGHT_BULK, DT_BF16, EXPERTS, 2 * 72, K_IN, v);
+	bed_weight(d, &b->gate_up, USE_GATED, WEIGHT_BULK, DT_BF16, EXPERTS, 2 * 72, K_IN, v);
 	bed_weight(d, &b->down, USE_PRODUCT, WEIGHT_BULK, DT_BF16, EXPERTS, K_IN, 72, v + 100);
 	for (int h = 0; h < 2; h++) {
 		int64_t first = h * EXPERTS / 2;
 
-		bed_weight(d, &b->gate_up_half[h], USE_PRODUCT, WEIGHT_BULK, DT_BF16, EXPERTS / 2,
+		bed_weight(d, &b->gate_up_half[h], USE_GATED, WEIGHT_BULK, DT_BF16, EXPERTS / 2,
 			   2 * 72, K_IN, v + first * 2 * 72 * K_IN);
 		bed_weight(d, &b->down_half[h], USE_PRODUCT, WEIGHT_BULK, DT_BF16, EXPERTS / 2,
 			   K_IN, 72, v + 100 + first * K_IN * 72);
@@ -210,6 +220,7 @@ static void open_bench(struct bench *b, enum dtype compute, int nthreads)
 static void close_bench(struct bench *b)
 {
 	struct weight *w[] = { &b->matrix,
+			       &b->gated,
 			       &b->odd,
 			       &b->bias,
 			       &b->norm,

@@ -133,6 +133,14 @@ static void guard_gate(struct device *d, struct tensor out, struct tensor x, con
 	CLOSE;
 }
 
+static void guard_matmul_gate(struct device *d, struct tensor out, struct tensor x,
+			      const struct weight *w, const struct act *a)
+{
+	OPEN;
+	backend_ref.matmul_gate(d, out, x, w, a);
+	CLOSE;
+}
+
 static void guard_add(struct device *d, struct tensor x, struct tensor y)
 {
 	OPEN;
@@ -171,6 +179,7 @@ static struct backend guard(void)
 	b.rope = guard_rope;
 	b.attention = guard_attention;
 	b.gate = guard_gate;
+	b.matmul_gate = guard_matmul_gate;
 	b.add = guard_add;
 	b.route = guard_route;
 	b.experts = guard_experts;

@@ -115,6 +115,14 @@ static void pair_drop(struct pair *p)
 
 static const enum dtype types[] = { DT_F32, DT_BF16 };
 
+static const struct act acts[] = {
+	{ .kind = ACT_SILU },
+	{ .kind = ACT_SILU_CLAMP, .limit = 0.5f },
+	{ .kind = ACT_GELU_TANH },
+	{ .kind = ACT_SITU, .beta = 0.7f, .linear = 0 },
+	{ .kind = ACT_SITU, .beta = 1.7f, .linear = 2.5f },
+};
+
 static void one_matmul(int64_t T, int64_t N, int64_t K, int variant)
 {
 	enum dtype in = types[variant & 1], out = types[variant >> 1 & 1],
@@ -148,6 +156,42 @@ static void test_matmul(void)
 			one_matmul(rows[i], sizes[k][0], sizes[k][1], variant);
 	for (variant = 0; variant < 256; variant += 3)
 		one_matmul(7, 70, 64, variant);
+	/* K in several blocks */
+	for (variant = 0; variant < 256; variant += 23)
+		one_matmul(65, 70, 3100 * (1 + (variant & 3)), variant);
+}
+
+static void one_matmul_gate(int64_t T, int64_t I, int64_t K, int variant)
+{
+	enum dtype in = types[variant & 1], out = types[variant >> 1 & 1];
+	enum weight_unit unit = variant & 4 ? WEIGHT_FP32 : WEIGHT_BULK;
+	struct act act = acts[variant % COUNT(acts)];
+	struct both x = both_random(in, T, K, variant & 8 ? 3 : 0),
+		    y = both_tensor(out, T, I, variant & 16 ? 5 : 0, NULL);
+	struct pair w;
+
+	pair_make(&w, USE_GATED, unit, DT_BF16, 1, 2 * I, K);
+	dut.be->matmul_gate(&dut, y.dut, x.dut, &w.dut, &act);
+	ref.be->matmul_gate(&ref, y.ref, x.ref, &w.ref, &act);
+	/* an activation may end what a long sum in F32 has lost at a limit smaller than the sum */
+	same(y.dut, y.ref, bound_of(out) * (K > 1000 ? 4 : 1),
+	     label("matmul_gate", "%d x %d x %d variant %d", (int)T, (int)I, (int)K, variant));
+	both_drop(x);
+	pair_drop(&w);
+}
+
+static void test_matmul_gate(void)
+{
+	static const int64_t rows[] = { 0, 1, 63, 65, 200 };
+	static const int64_t sizes[][2] = { { 1, 1 },	 { 3, 5 },    { 31, 33 },  { 32, 64 },
+					    { 100, 72 }, { 160, 130 }, { 257, 48 }, { 96, 192 } };
+	int variant = 0;
+
+	for (int i = 0; i < COUNT(rows); i++)
+		for (int k = 0; k < COUNT(sizes); k++, variant = (variant + 37) % 256)
+			one_matmul_gate(rows[i], sizes[k][0], sizes[k][1], variant);
+	for (variant = 0; variant < 4; variant++)
+		one_matmul_gate(65, 70, 4200 * (1 + (variant & 1)), variant);
 }
 
 static void test_norm(void)
@@ -217,13 +261,6 @@ static void test_rope(void)
 		}
 }
 
-static const struct act acts[] = {
-	{ .kind = ACT_SILU },
-	{ .kind = ACT_SILU_CLAMP, .limit = 0.5f },
-	{ .kind = ACT_GELU_TANH },
-	{ .kind = ACT_SITU, .beta = 0.7f, .linear = 0 },
-	{ .kind = ACT_SITU, .beta = 1.7f, .linear = 2.5f },
-};
 
 static void test_gate_and_add(void)
 {
@@ -336,7 +373,7 @@ static void one_experts(int64_t T, int64_t hidden, int64_t I, int experts, int f
 
 	draw_ids(choice, T, k, experts);
 	ids = both_ints(T, k, choice);
-	pair_make(&up, USE_PRODUCT, WEIGHT_BULK, DT_BF16, count, 2 * I, hidden);
+	pair_make(&up, USE_GATED, WEIGHT_BULK, DT_BF16, count, 2 * I, hidden);
 	pair_make(&down, USE_PRODUCT, WEIGHT_BULK, DT_BF16, count, hidden + 3, I);
 	rx = ex;
 	ex.gate_up = &up.dut;
@@ -663,8 +700,9 @@ static void test_weight_bytes(void)
 	for (int use = USE_PRODUCT; use <= USE_TABLE; use++)
 		for (int i = 0; i < COUNT(shapes); i++)
 			for (int unit = WEIGHT_BULK; unit <= WEIGHT_FP32; unit++)
-				one_weight_bytes(use, unit, use == USE_PRODUCT ? shapes[i][0] : 1,
-						 shapes[i][1], shapes[i][2]);
+				one_weight_bytes(use, unit, use <= USE_GATED ? shapes[i][0] : 1,
+						 shapes[i][1] * (use == USE_GATED ? 2 : 1),
+						 shapes[i][2]);
 }
 
 struct filler {
@@ -834,6 +872,7 @@ static void test_known(void)
 static void test_products(void)
 {
 	test_matmul();
+	test_matmul_gate();
 	test_experts();
 	test_attention();
 }

@@ -56,6 +56,7 @@ struct packed {
 	enum dtype rounded;	/* precision of the operands: DT_F32 or DT_BF16 */
 	enum dtype operand;	/* in which the product runs; DT_F32 where bf16 has no hardware */
 	enum dtype kept;	/* of the packed numbers in memory, = rounded */
+	bool gated;		/* each panel: rows of gate, then the rows of up that belong to them */
 	int64_t K, panels, width, last;
 	int64_t blocks, block;	/* of K; the last may be smaller */
 	size_t panel_bytes, matrix_bytes;	/* of a full panel and of a matrix, as kept */
@@ -126,6 +127,7 @@ bool cpu_own(struct device *d, size_t bytes);
 #define cpu_bench_bytes          CPU_NAME(bench_bytes, CPU_VARIANT)
 #define cpu_bench                CPU_NAME(bench, CPU_VARIANT)
 #define cpu_tile_row             CPU_NAME(tile_row, CPU_VARIANT)
+#define cpu_tile_columns         CPU_NAME(tile_columns, CPU_VARIANT)
 #define cpu_bench_end            CPU_NAME(bench_end, CPU_VARIANT)
 #define cpu_group                CPU_NAME(group, CPU_VARIANT)
 #define cpu_panel                CPU_NAME(panel, CPU_VARIANT)
@@ -134,6 +136,7 @@ bool cpu_own(struct device *d, size_t bytes);
 #define cpu_weight_ready         CPU_NAME(weight_ready, CPU_VARIANT)
 #define cpu_weight_free          CPU_NAME(weight_free, CPU_VARIANT)
 #define cpu_matmul               CPU_NAME(matmul, CPU_VARIANT)
+#define cpu_matmul_gate          CPU_NAME(matmul_gate, CPU_VARIANT)
 #define cpu_experts              CPU_NAME(experts, CPU_VARIANT)
 #define cpu_attention            CPU_NAME(attention, CPU_VARIANT)
 #define cpu_act_row              CPU_NAME(act_row, CPU_VARIANT)
@@ -157,7 +160,7 @@ void cpu_weight_free(struct device *d, struct weight *w);
 
 /*
  * Products (matmul.c). K operands from n numbers, zeros behind them; the same as row `row` of a
- * tile; how many tiles make a group; the bytes of a bench for groups of so many; a bench laid out
+ * tile; n operands of it from column c0 on; how many tiles make a group; the bytes of a bench for groups of so many; a bench laid out
  * at p, to be ended in the same parallel region; `tiles` tiles that lie one behind the other x
  * panel of matrix `index`, `done` called for each.
  *
@@ -167,6 +170,8 @@ void cpu_operand_row(const struct packed *w, void *dst, const void *src, enum dt
 		     int64_t n);
 void cpu_tile_row(const struct packed *w, char *tile, int64_t row, const void *src, enum dtype from,
 		  int64_t n);
+void cpu_tile_columns(const struct packed *w, char *tile, int64_t row, int64_t c0, const float *src,
+		      int64_t n);
 int64_t cpu_group(const struct packed *w);
 size_t cpu_bench_bytes(const struct packed *w, int64_t tiles);
 struct bench cpu_bench(const struct packed *w, int64_t tiles, char *p);
@@ -190,16 +195,24 @@ static inline int64_t cpu_panel_width(const struct packed *w, int64_t panel)
 	return panel == w->panels - 1 ? w->last : w->width;
 }
 
+/* A product that this backend packs. */
+static inline bool cpu_packs(const struct weight *w)
+{
+	return w->use == USE_PRODUCT || w->use == USE_GATED;
+}
+
 void cpu_matmul(struct device *d, struct tensor out, struct tensor x, const struct weight *w,
 		const struct weight *bias, bool add);
+void cpu_matmul_gate(struct device *d, struct tensor out, struct tensor x, const struct weight *w,
+		     const struct act *a);
 void cpu_experts(struct device *d, struct tensor sum, struct tensor x, struct tensor ids,
 		 struct tensor weights, const struct experts *ex, bool add);
 void cpu_attention(struct device *d, struct tensor out, struct tensor q, struct tensor k,
 		   struct tensor v, const struct attention *a, const struct piece *pieces, int n);
 
-/* Row by row (rowwise.c). a[n] F32 = act(g[n], u[n]), both of dtype d. */
-void cpu_act_row(float *a, const void *g, const void *u, enum dtype d, const struct act *act,
-		 int64_t n);
+/* Row by row (rowwise.c). a[n] = act(g[n], u[n]). */
+void cpu_act_row(float *restrict a, const float *restrict g, const float *restrict u,
+		 const struct act *act, int64_t n);
 void cpu_upload(struct device *d, struct tensor out, const void *src);
 void cpu_store(struct device *d, void *dst, enum dtype to, int64_t dst_ld, struct tensor x);
 void cpu_rows(struct device *d, struct tensor out, const struct weight *table, struct tensor ids);

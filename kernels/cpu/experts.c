@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Routed experts. The slots of the chunk are sorted by expert and cut into tiles of TILE
- * rows of one expert; blocks of tiles go through five steps with all threads in each:
+ * Routed experts. The slots of the chunk are sorted by expert and cut into tiles of TILE rows of
+ * one expert; blocks of tiles go through four steps with all threads in each:
  *
- *	gather rows of x -> gate_up -> activation -> down -> add to the tokens, in slot order
+ *	gather rows of x -> gate_up and activation -> down -> add to the tokens, in slot order
  *
  * A token's ids ascend and so do the experts of successive blocks: adding block by block is adding
  * in slot order.
@@ -40,7 +40,7 @@ struct job {
 	int64_t *group, groups;	/* [groups + 1] first tiles within the block, of one expert each */
 	int64_t most;		/* tiles of a group */
 	char *in, *act;		/* [block tiles, TILE, K] operands of gate_up, of down */
-	float *mid, *out;	/* [block tiles, TILE, 2I], [..., Hout] */
+	float *out;		/* [block tiles, TILE, Hout] */
 };
 
 /* The held expert of a slot, counted from the first, or -1. */
@@ -103,23 +103,6 @@ static void gather_row(const struct job *j, int64_t tile, int64_t i, char *dst)
 		     j->x.dtype, slot < 0 ? 0 : j->x.cols);
 }
 
-static void act_row(const struct job *j, int64_t tile, int64_t i, const float *mid, char *dst,
-		    float *work)
-{
-	int64_t slot = slot_of(j, tile, i), I = j->ex->down->cols;
-	float weight;
-
-	if (slot < 0) {
-		cpu_tile_row(j->down, dst, i, NULL, DT_F32, 0);
-		return;
-	}
-	cpu_act_row(work, mid, mid + I, DT_F32, &j->ex->act, I);
-	weight = ref_get(j->weights, slot / j->ids.cols, slot % j->ids.cols);
-	for (int64_t c = 0; c < I && !j->ex->weight_after_down; c++)
-		work[c] *= weight;
-	cpu_tile_row(j->down, dst, i, work, DT_F32, I);
-}
-
 static void add_token(const struct job *j, int64_t t, int64_t first, int64_t n)
 {
 	int64_t cols = j->sum.cols, k = j->ids.cols;
@@ -138,39 +121,66 @@ static void add_token(const struct job *j, int64_t t, int64_t first, int64_t n)
 	}
 }
 
-/* Where the sums of a group go: out[tiles, TILE, cols]. */
-struct target {
-	const struct packed *w;
-	float *out;
-	int64_t cols;
+/* A group under way. */
+struct group {
+	const struct job *j;
+	int64_t block, first;	/* the block's first tile; the group's, within the block */
 };
+
+/* Columns of the activation, with the slot's weight unless that comes later, as operands of down. */
+static void activate(void *ctx, int64_t tile, int64_t panel, float *sums)
+{
+	const struct group *g = ctx;
+	const struct job *j = g->j;
+	const struct packed *up = j->gate_up, *down = j->down;
+	int64_t pitch = cpu_panel_width(up, panel), half = pitch / 2, c0 = panel * up->width / 2,
+		n = down->K - c0 < half ? down->K - c0 : half;
+	char *to = j->act + (size_t)((g->first + tile) * TILE * down->K) * dtype_size(down->operand);
+	float a[PANEL_MOST];
+
+	/* gate and up are padded to half as much as K of down */
+	if (panel == up->panels - 1 && c0 + n < down->K)
+		memset(a + n, 0, (size_t)(down->K - c0 - n) * sizeof *a);
+	for (int64_t i = 0; i < TILE; i++, sums += pitch) {
+		int64_t slot = slot_of(j, g->block + g->first + tile, i);
+		float weight = 1;
+
+		if (slot >= 0 && !j->ex->weight_after_down)
+			weight = ref_get(j->weights, slot / j->ids.cols, slot % j->ids.cols);
+		cpu_act_row(a, sums, sums + half, &j->ex->act, n);
+		for (int64_t c = 0; c < n; c++)
+			a[c] *= weight;
+		cpu_tile_columns(down, to, i, c0, a, panel == up->panels - 1 ? down->K - c0 : n);
+	}
+}
 
 static void place(void *ctx, int64_t tile, int64_t panel, float *sums)
 {
-	const struct target *to = ctx;
-	int64_t c0 = panel * to->w->width, pitch = cpu_panel_width(to->w, panel),
-		n = to->cols - c0 < pitch ? to->cols - c0 : pitch;
+	const struct group *g = ctx;
+	const struct job *j = g->j;
+	int64_t c0 = panel * j->down->width, pitch = cpu_panel_width(j->down, panel),
+		cols = j->sum.cols, n = cols - c0 < pitch ? cols - c0 : pitch;
+	float *out = j->out + (g->first + tile) * TILE * cols + c0;
 
 	for (int64_t i = 0; i < TILE; i++)
-		memcpy(to->out + (tile * TILE + i) * to->cols + c0, sums + i * pitch,
-		       (size_t)n * sizeof(float));
+		memcpy(out + i * cols, sums + i * pitch, (size_t)n * sizeof *out);
 }
 
-/* out[block, TILE, cols] = rows x the weights of each group's expert. Threads take panels in turn. */
-static void products(const struct job *j, const struct packed *w, int64_t first, const char *rows,
-		     float *out, int64_t cols, char *own, struct err *e)
+/* The block's rows x the weights of each group's expert. Threads take the panels of a group in turn. */
+static void products(const struct job *j, const struct packed *w, int64_t block, const char *rows,
+		     tile_done *done, char *own, struct err *e)
 {
 	size_t pitch = (size_t)(TILE * w->K) * dtype_size(w->operand);
 	struct bench b = cpu_bench(w, j->most, own);
 
 #pragma omp for schedule(dynamic)
 	for (int64_t task = 0; task < j->groups * w->panels; task++) {
-		const int64_t *g = &j->group[task / w->panels];
-		struct target to = { w, out + g[0] * TILE * cols, cols };
+		const int64_t *at = &j->group[task / w->panels];
+		struct group g = { j, block, at[0] };
 
 		if (!e->code)
-			cpu_panel(&b, j->tile[first + g[0]].index, task % w->panels,
-				  rows + (size_t)g[0] * pitch, g[1] - g[0], place, &to, e);
+			cpu_panel(&b, j->tile[block + at[0]].index, task % w->panels,
+				  rows + (size_t)at[0] * pitch, at[1] - at[0], done, &g, e);
 	}
 	cpu_bench_end(&b);
 }
@@ -192,9 +202,7 @@ static void cut_groups(struct job *j, int64_t first, int64_t n)
 /* Tiles [first, first + n) through all steps. */
 static void run(struct job *j, int64_t first, int64_t n)
 {
-	size_t in = (size_t)(TILE * j->gate_up->K) * dtype_size(j->gate_up->operand),
-	       act = (size_t)(TILE * j->down->K) * dtype_size(j->down->operand);
-	int64_t wide = j->ex->gate_up->rows, rows = n * TILE;
+	size_t in = (size_t)(TILE * j->gate_up->K) * dtype_size(j->gate_up->operand);
 
 	cut_groups(j, first, n);
 #pragma omp parallel num_threads(j->d->threads)
@@ -203,14 +211,10 @@ static void run(struct job *j, int64_t first, int64_t n)
 		struct err e = ERR_INIT;
 
 #pragma omp for schedule(static)
-		for (int64_t i = 0; i < rows; i++)
+		for (int64_t i = 0; i < n * TILE; i++)
 			gather_row(j, first + i / TILE, i % TILE, j->in + (size_t)(i / TILE) * in);
-		products(j, j->gate_up, first, j->in, j->mid, wide, own, &e);
-#pragma omp for schedule(static)
-		for (int64_t i = 0; i < rows; i++)
-			act_row(j, first + i / TILE, i % TILE, j->mid + i * wide,
-				j->act + (size_t)(i / TILE) * act, (float *)own);
-		products(j, j->down, first, j->act, j->out, j->sum.cols, own, &e);
+		products(j, j->gate_up, first, j->in, activate, own, &e);
+		products(j, j->down, first, j->act, place, own, &e);
 #pragma omp for schedule(static)
 		for (int64_t t = 0; t < j->x.rows; t++)
 			if (!e.code)
@@ -226,20 +230,15 @@ static bool make_room(struct job *j, int64_t n)
 	size_t rows = (size_t)n * TILE,
 	       a = whole_lines(rows * (size_t)j->gate_up->K * dtype_size(j->gate_up->operand));
 	size_t b = whole_lines(rows * (size_t)j->down->K * dtype_size(j->down->operand));
-	size_t m = whole_lines(rows * (size_t)j->ex->gate_up->rows * sizeof(float));
 	size_t o = whole_lines(rows * (size_t)j->sum.cols * sizeof(float));
-	size_t own = (size_t)j->ex->down->cols * sizeof(float);
 	size_t up = cpu_bench_bytes(j->gate_up, j->most),
 	       down = cpu_bench_bytes(j->down, j->most);
 
-	own = own > up ? own : up;
-	own = own > down ? own : down;
-	if (!cpu_shared(j->d, a + b + m + o) || !cpu_own(j->d, own))
+	if (!cpu_shared(j->d, a + b + o) || !cpu_own(j->d, up > down ? up : down))
 		return false;
 	j->in = cpu_of(j->d)->shared.p;
 	j->act = j->in + a;
-	j->mid = (float *)(j->act + b);
-	j->out = (float *)(j->act + b + m);
+	j->out = (float *)(j->act + b);
 	return true;
 }
 

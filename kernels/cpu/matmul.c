@@ -59,6 +59,22 @@ void cpu_tile_row(const struct packed *w, char *tile, int64_t row, const void *s
 	}
 }
 
+void cpu_tile_columns(const struct packed *w, char *tile, int64_t row, int64_t c0, const float *src,
+		      int64_t n)
+{
+	for (int64_t end = c0 + n; c0 < end;) {
+		int64_t first = c0 / w->block * w->block, at = c0 - first,
+			width = w->K - first < w->block ? w->K - first : w->block,
+			m = width - at < end - c0 ? width - at : end - c0;
+
+		operands(w,
+			 tile + (size_t)(first * TILE + row * width + at) * dtype_size(w->operand),
+			 src, DT_F32, m, m);
+		src += m;
+		c0 += m;
+	}
+}
+
 /* ---- a panel --------------------------------------------------------------------------------- */
 
 int64_t cpu_group(const struct packed *w)
@@ -149,6 +165,7 @@ struct job {
 	struct tensor out, x;
 	const struct weight *w, *bias;
 	bool add;
+	const struct act *act;	/* of a gated weight */
 	int64_t whole;		/* leading tiles that are operands as they lie in x */
 };
 
@@ -177,28 +194,41 @@ struct group {
 	int64_t first;		/* tile */
 };
 
-/* out[rows of the tile, columns of the panel] from the sums, plus bias, plus what is there. */
+static void finish_row(const struct job *j, void *out, float *sums, const float *bias, int64_t n)
+{
+	float old[PANEL_MOST];
+
+	for (int64_t i = 0; bias && i < n; i++)
+		sums[i] += bias[i];
+	if (j->add)
+		run_load(old, out, j->out.dtype, n);
+	for (int64_t i = 0; j->add && i < n; i++)
+		sums[i] += old[i];
+	run_save(out, j->out.dtype, sums, n);
+}
+
+/*
+ * out[rows of the tile, columns of the panel] from the sums, plus bias, plus what is there; or the
+ * activation of its gates and ups.
+ */
 static void finish(void *ctx, int64_t t, int64_t panel, float *sums)
 {
 	const struct group *g = ctx;
 	const struct job *j = g->j;
 	const struct packed *w = packed_of(j->w);
-	int64_t c0 = panel * w->width, pitch = cpu_panel_width(w, panel), row = (g->first + t) * TILE,
+	int64_t pitch = cpu_panel_width(w, panel), wide = j->act ? pitch / 2 : pitch,
+		c0 = panel * (j->act ? w->width / 2 : w->width),
+		n = j->out.cols - c0 < wide ? j->out.cols - c0 : wide;
+	int64_t row = (g->first + t) * TILE,
 		end = row + TILE < j->out.rows ? row + TILE : j->out.rows;
-	int64_t n = j->w->rows - c0 < pitch ? j->w->rows - c0 : pitch;
 	const float *bias = j->bias ? ref_vector(j->bias) + c0 : NULL;
-	float old[PANEL_MOST];
+
+	float act[PANEL_MOST];
 
 	for (; row < end; row++, sums += pitch) {
-		void *out = ref_at(j->out, row, c0);
-
-		for (int64_t i = 0; bias && i < n; i++)
-			sums[i] += bias[i];
-		if (j->add)
-			run_load(old, out, j->out.dtype, n);
-		for (int64_t i = 0; j->add && i < n; i++)
-			sums[i] += old[i];
-		run_save(out, j->out.dtype, sums, n);
+		if (j->act)
+			cpu_act_row(act, sums, sums + wide, j->act, n);
+		finish_row(j, ref_at(j->out, row, c0), j->act ? act : sums, bias, n);
 	}
 }
 
@@ -246,25 +276,41 @@ static int64_t group_of(const struct job *j, int64_t tiles)
 	return fair < 1 ? 1 : fair < most ? fair : most;
 }
 
-void cpu_matmul(struct device *d, struct tensor out, struct tensor x, const struct weight *w,
-		const struct weight *bias, bool add)
+static void multiply(struct job *j)
 {
-	const struct packed *p = packed_of(w);
-	struct job j = { .d = d, .out = out, .x = x, .w = w, .bias = bias, .add = add };
-	int64_t tiles = (x.rows + TILE - 1) / TILE, each = group_of(&j, tiles), batch;
+	const struct packed *p = packed_of(j->w);
+	struct device *d = j->d;
+	int64_t tiles = (j->x.rows + TILE - 1) / TILE, each, batch;
 
-	if (!ref_good(d) || !x.rows)
+	if (!ref_good(d) || !j->x.rows)
 		return;
-	if (x.dtype == p->operand && p->operand == p->rounded && x.cols == p->K &&
-	    x.ld == p->K && p->blocks == 1)
-		j.whole = x.rows / TILE;
+	if (j->x.dtype == p->operand && p->operand == p->rounded && j->x.cols == p->K &&
+	    j->x.ld == p->K && p->blocks == 1)
+		j->whole = j->x.rows / TILE;
+	each = group_of(j, tiles);
 	batch = d->threads * cpu_group(p);
-	batch = batch < tiles - j.whole ? batch : tiles - j.whole;
+	batch = batch < tiles - j->whole ? batch : tiles - j->whole;
 	if (!cpu_own(d, cpu_bench_bytes(p, each)) ||
 	    !cpu_shared(d, (size_t)(batch * TILE * p->K) * dtype_size(p->operand)))
 		return;
-	if (j.whole)
-		run(&j, 0, j.whole, each);
-	for (int64_t first = j.whole; first < tiles && ref_good(d); first += batch)
-		run(&j, first, tiles - first < batch ? tiles - first : batch, each);
+	if (j->whole)
+		run(j, 0, j->whole, each);
+	for (int64_t first = j->whole; first < tiles && ref_good(d); first += batch)
+		run(j, first, tiles - first < batch ? tiles - first : batch, each);
+}
+
+void cpu_matmul(struct device *d, struct tensor out, struct tensor x, const struct weight *w,
+		const struct weight *bias, bool add)
+{
+	struct job j = { .d = d, .out = out, .x = x, .w = w, .bias = bias, .add = add };
+
+	multiply(&j);
+}
+
+void cpu_matmul_gate(struct device *d, struct tensor out, struct tensor x, const struct weight *w,
+		     const struct act *a)
+{
+	struct job j = { .d = d, .out = out, .x = x, .w = w, .act = a };
+
+	multiply(&j);
 }

@@ -28,8 +28,9 @@ static int64_t part_of(int64_t n, int64_t most)
 
 static void set_sizes(struct packed *p, const struct weight *w)
 {
-	int64_t size = (int64_t)dtype_size(p->operand), rows = round_up(w->rows, UNIT), most;
+	int64_t size = (int64_t)dtype_size(p->operand), rows, most;
 
+	rows = p->gated ? 2 * round_up(w->rows / 2, UNIT / 2) : round_up(w->rows, UNIT);
 	p->K = round_up(w->cols, UNIT);
 	p->block = part_of(p->K, BLOCK_MOST(size));
 	p->blocks = divide(p->K, p->block);
@@ -104,13 +105,14 @@ int cpu_weight_alloc(struct device *d, struct weight *w, struct err *e)
 {
 	struct packed *p;
 
-	if (w->use != USE_PRODUCT || w->quant || !dtype_is_float(w->stored))
+	if (!cpu_packs(w) || w->quant || !dtype_is_float(w->stored))
 		return ref_weight_alloc(d, w, e);
 	p = mem_calloc(1, sizeof *p, e);
 	if (!p)
 		return -1;
 	pthread_mutex_init(&p->lock, NULL);
 	w->handle = p;
+	p->gated = w->use == USE_GATED;
 	p->rounded = p->kept = ref_operand(w, d->compute);
 	p->operand = cpu_of(d)->bf16 ? p->rounded : DT_F32;
 	set_sizes(p, w);
@@ -126,6 +128,23 @@ static int64_t panel_rows(const struct packed *p, const struct weight *w, int64_
 	int64_t left = w->rows - panel * p->width;
 
 	return left < p->width ? left : p->width;
+}
+
+/* Where a row of the weight lies, and how many after it, with it, lie behind one another. */
+static int64_t place_of(const struct packed *p, const struct weight *w, int64_t row, int64_t *panel,
+			int64_t *at)
+{
+	int64_t I = w->rows / 2, half = p->width / 2, i = row < I ? row : row - I, run;
+
+	if (!p->gated) {
+		*panel = row / p->width;
+		*at = row % p->width;
+		return p->width - *at;
+	}
+	*panel = i / half;
+	*at = i % half + (row < I ? 0 : cpu_panel_width(p, *panel) / 2);
+	run = half - i % half;
+	return run < I - i ? run : I - i;
 }
 
 static char *panel_data(const struct packed *p, int64_t index, int64_t panel)
@@ -222,7 +241,7 @@ int cpu_weight_fill(struct device *d, struct weight *w, int64_t index, int64_t r
 	const struct packed *p = w->handle;
 	const char *s = src;
 
-	if (w->use != USE_PRODUCT || scales)
+	if (!cpu_packs(w) || scales)
 		return ref_weight_fill(d, w, index, row0, n, src, from, scales, e);
 	if (index < 0 || index >= w->count || row0 < 0 || n < 0 || n > w->rows - row0)
 		return err_fail(
@@ -234,8 +253,7 @@ int cpu_weight_fill(struct device *d, struct weight *w, int64_t index, int64_t r
 		return err_refuse(e, "a weight stored as %s cannot become %s", dtype_name(from),
 				  dtype_name(p->kept));
 	while (n > 0) {
-		int64_t panel = row0 / p->width, row = row0 % p->width,
-			m = p->width - row < n ? p->width - row : n;
+		int64_t panel, row, run = place_of(p, w, row0, &panel, &row), m = run < n ? run : n;
 
 		if (fill_panel(w, index, panel, row, m, s, from, e))
 			return -1;
@@ -251,7 +269,7 @@ int cpu_weight_ready(struct device *d, struct weight *w, struct err *e)
 {
 	struct packed *p = w->handle;
 
-	if (w->use != USE_PRODUCT)
+	if (!cpu_packs(w))
 		return ref_weight_ready(d, w, e);
 	for (int64_t i = 0; p->staging && i < w->count * p->panels; i++) {
 		void *rows = p->staging[i].rows;
@@ -271,7 +289,7 @@ void cpu_weight_free(struct device *d, struct weight *w)
 {
 	struct packed *p = w->handle;
 
-	if (!p || w->use != USE_PRODUCT) {
+	if (!p || !cpu_packs(w)) {
 		ref_weight_free(d, w);
 		return;
 	}

@@ -263,8 +263,9 @@ void cpu_rope(struct device *d, struct tensor x, int heads, const struct rope *r
 	}
 }
 
-/* a[i] = act(g[i], u[i]); NaN passes the limits, as in ref. */
-static void act_run(float *a, const float *g, const float *u, const struct act *act, int64_t n)
+/* NaN passes the limits, as in ref. */
+void cpu_act_row(float *restrict a, const float *restrict g, const float *restrict u,
+		 const struct act *act, int64_t n)
 {
 	float limit = act->limit, beta = act->beta, linear = act->linear;
 
@@ -295,20 +296,6 @@ static void act_run(float *a, const float *g, const float *u, const struct act *
 	}
 }
 
-void cpu_act_row(float *a, const void *g, const void *u, enum dtype d, const struct act *act,
-		 int64_t n)
-{
-	float g32[RUN], u32[RUN];
-
-	for (int64_t c = 0; c < n; c += RUN) {
-		int64_t m = run_at(c, n);
-
-		run_load(g32, (const char *)g + (size_t)c * dtype_size(d), d, m);
-		run_load(u32, (const char *)u + (size_t)c * dtype_size(d), d, m);
-		act_run(a + c, g32, u32, act, m);
-	}
-}
-
 void cpu_gate(struct device *d, struct tensor out, struct tensor x, const struct act *a)
 {
 	int64_t half = x.cols / 2;
@@ -317,12 +304,15 @@ void cpu_gate(struct device *d, struct tensor out, struct tensor x, const struct
 		return;
 #pragma omp parallel for num_threads(d->threads) schedule(static)
 	for (int64_t t = 0; t < x.rows; t++) {
-		float a32[RUN];
+		float a32[RUN], g[RUN], u[RUN];
 
 		for (int64_t c = 0; c < half; c += RUN) {
-			cpu_act_row(a32, ref_at(x, t, c), ref_at(x, t, half + c), x.dtype, a,
-				    run_at(c, half));
-			run_save(ref_at(out, t, c), out.dtype, a32, run_at(c, half));
+			int64_t n = run_at(c, half);
+
+			run_load(g, ref_at(x, t, c), x.dtype, n);
+			run_load(u, ref_at(x, t, half + c), x.dtype, n);
+			cpu_act_row(a32, g, u, a, n);
+			run_save(ref_at(out, t, c), out.dtype, a32, n);
 		}
 	}
 }

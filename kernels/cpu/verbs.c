@@ -21,6 +21,7 @@ const struct backend cpu_verbs = {
 	.weight_free = cpu_weight_free,
 	.rows = cpu_rows,
 	.matmul = cpu_matmul,
+	.matmul_gate = cpu_matmul_gate,
 	.norm = cpu_norm,
 	.rope = cpu_rope,
 	.attention = cpu_attention,

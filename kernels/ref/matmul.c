@@ -52,3 +52,31 @@ void ref_matmul(struct device *d, struct tensor out, struct tensor x, const stru
 	}
 	free(xr);
 }
+
+void ref_matmul_gate(struct device *d, struct tensor out, struct tensor x, const struct weight *w,
+		     const struct act *a)
+{
+	const struct ref_weight *h = ref_of(w);
+	size_t row = (size_t)w->cols * dtype_size(h->dtype);
+	int64_t I = w->rows / 2;
+	float *xr;	/* [K], a row of x as operand */
+
+	if (!ref_good(d))
+		return;
+	xr = mem_calloc((size_t)w->cols, sizeof *xr, &d->err);
+	if (!xr)
+		return;
+	for (int64_t t = 0; t < x.rows; t++) {
+		for (int64_t c = 0; c < w->cols; c++)
+			xr[c] = ref_round(ref_get(x, t, c), h->dtype);
+		for (int64_t n = 0; n < I; n++) {
+			const char *gate = h->data + (size_t)n * row,
+				   *up = h->data + (size_t)(I + n) * row;
+
+			ref_set(out, t, n,
+				ref_act(a, (float)dot(xr, gate, h->dtype, w->cols),
+					(float)dot(xr, up, h->dtype, w->cols)));
+		}
+	}
+	free(xr);
+}

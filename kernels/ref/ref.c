@@ -57,6 +57,7 @@ const struct backend backend_ref = {
 	.weight_free = ref_weight_free,
 	.rows = ref_rows,
 	.matmul = ref_matmul,
+	.matmul_gate = ref_matmul_gate,
 	.norm = ref_norm,
 	.rope = ref_rope,
 	.attention = ref_attention,

@@ -115,6 +115,8 @@ void ref_weight_free(struct device *d, struct weight *w);
 void ref_rows(struct device *d, struct tensor out, const struct weight *table, struct tensor ids);
 void ref_matmul(struct device *d, struct tensor out, struct tensor x, const struct weight *w,
 		const struct weight *bias, bool add);
+void ref_matmul_gate(struct device *d, struct tensor out, struct tensor x, const struct weight *w,
+		     const struct act *a);
 void ref_norm(struct device *d, struct tensor out, struct tensor x, const struct weight *w,
 	      float eps, int64_t width);
 void ref_rope(struct device *d, struct tensor x, int heads, const struct rope *r,

@@ -14,6 +14,7 @@ static enum dtype kept_as(const struct weight *w, enum dtype compute)
 {
 	switch (w->use) {
 	case USE_PRODUCT:
+	case USE_GATED:
 		return ref_operand(w, compute);
 	case USE_VECTOR:
 		return DT_F32;

@@ -467,6 +467,7 @@ static int dense_weights(struct qwen3 *q, int i, struct weight_walk *w, struct e
 					     LAYER "mlp.gate_proj.weight", i);
 
 	weight_part_add(&s, q->I, LAYER "mlp.up_proj.weight", i);
+	s.use = USE_GATED;
 	if (w->visit(w, &s, e))
 		return -1;
 	s = weight_matrix(&l->down, UNIT_LAYER, i, q->H, q->I, LAYER "mlp.down_proj.weight", i);
@@ -485,6 +486,7 @@ static int expert_weights(struct qwen3 *q, int i, struct weight_walk *w, struct 
 	s = weight_matrix(&l->gate_up, UNIT_EXPERTS, i, q->expert_I, q->H,
 			  LAYER "mlp.experts.{e}.gate_proj.weight", i);
 	weight_part_add(&s, q->expert_I, LAYER "mlp.experts.{e}.up_proj.weight", i);
+	s.use = USE_GATED;
 	s.count = q->E;
 	s.shard = SHARD_EXPERT;
 	snprintf(s.fused, sizeof s.fused, LAYER "mlp.experts.gate_up_proj", i);

@@ -67,7 +67,8 @@ timed() {
 	took=$(calc "($(date +%s%N) - $began) / 1e9")
 }
 
-# contest FUNCTION...: each leaves seconds in $took. Lines of them, in this order, in $work/rounds; who begins changes.
+# contest FUNCTION...: each leaves seconds in $took. Lines of them, in this order, in $work/rounds; who begins changes. The first
+# call of each does not count.
 contest() {
 	for who; do
 		"$who"
@@ -230,6 +231,7 @@ dismiss() {
 	exec 3>&- 4<&-
 	wait "$server"
 	server=
+	rm -rf ours.out
 }
 
 ref_full() { ask full fp32 head; }
@@ -534,7 +536,9 @@ machine >"$work/results"
 keep machine
 for part; do
 	: >"$work/results"
+	began_part=$(date +%s)
 	"run_$part"
 	keep "$part"
+	say "$part took $(($(date +%s) - began_part)) s"
 done
 table

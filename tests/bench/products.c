@@ -61,7 +61,7 @@ static int note(struct weight_walk *walk, const struct weight_spec *s, struct er
 				     .use = s->use,
 				     .unit = s->kind,
 				     .stored = DT_BF16 };
-	if (s->use != USE_PRODUCT || s->unit == UNIT_EXPORT)
+	if ((s->use != USE_PRODUCT && s->use != USE_GATED) || s->unit == UNIT_EXPORT)
 		return 0;
 	for (size_t i = 0; i < l->n; i++)
 		if (l->shape[i].w.count == s->count && l->shape[i].w.rows == s->rows &&
@@ -72,6 +72,8 @@ static int note(struct weight_walk *walk, const struct weight_spec *s, struct er
 	x = &l->shape[l->n++];
 	label(x->name, sizeof x->name, s);
 	x->w = *s->field;
+	if (s->count == 1)
+		x->w.use = USE_PRODUCT; /* the product alone */
 	return 0;
 }
 

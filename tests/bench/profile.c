@@ -98,6 +98,10 @@ TIMED(attention, ATTENTION, attention_flops(a, pieces, n),
       (d, out, q, k, v, a, pieces, n))
 TIMED(gate, GATE, 0, (struct device * d, struct tensor out, struct tensor x, const struct act *a),
       (d, out, x, a))
+TIMED(matmul_gate, MATMUL, product_flops(x.rows, w),
+      (struct device * d, struct tensor out, struct tensor x, const struct weight *w,
+       const struct act *a),
+      (d, out, x, w, a))
 TIMED(add, ADD, 0, (struct device * d, struct tensor x, struct tensor y), (d, x, y))
 TIMED(route, ROUTE, 0,
       (struct device * d, struct tensor ids, struct tensor weights, struct tensor logits,
@@ -121,6 +125,7 @@ static int with_clock(struct backend *out, const struct backend *be, struct err 
 	out->store = timed_store;
 	out->rows = timed_rows;
 	out->matmul = timed_matmul;
+	out->matmul_gate = timed_matmul_gate;
 	out->norm = timed_norm;
 	out->rope = timed_rope;
 	out->attention = timed_attention;

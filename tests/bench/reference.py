@@ -6,9 +6,9 @@
 
 Each line of stdin is "SHAPE DTYPE HEAD": full or quarter (rows of --length tokens of which all, or the
 first quarter, are real: the reference computes padding), fp32 or bf16, head or headless. The answer
-is one line, the seconds of generate_batch and of the conversion to the cache's tensors. The model is
-loaded, and the batch run once, before the first answer for its dtype and shape. The end of stdin ends
-it. Runs under a Python that has nemo-automodel; OMP_NUM_THREADS says how many threads it gets.
+is one line, the seconds of generate_batch and of the conversion to the cache's tensors. The first
+request of a dtype loads the model; the first of each kind should not count. The end of stdin ends it.
+Runs under a Python that has nemo-automodel; OMP_NUM_THREADS says how many threads it gets.
 """
 
 import argparse
@@ -99,7 +99,7 @@ def serve(a, out):
     import torch
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count())))
-    ref, targets, warm = reference(torch), {}, set()
+    ref, targets = reference(torch), {}
     print("ready", file=out, flush=True)
     for line in sys.stdin:
         shape, dtype, head = line.split()
@@ -108,9 +108,6 @@ def serve(a, out):
         if dtype not in targets:
             targets[dtype] = Target(a, torch, ref, dtype)
         ids, mask = rows(a, torch, shape, targets[dtype].vocab)
-        if (shape, dtype, head) not in warm:
-            targets[dtype].run(ids, mask, head == "headless")
-            warm.add((shape, dtype, head))
         print(f"{targets[dtype].run(ids, mask, head == 'headless'):.6f}", file=out, flush=True)
 
 
