@@ -487,7 +487,7 @@ static bool set_direct(const struct file_new *f, bool on)
 	return flags >= 0 && !fcntl(f->fd, F_SETFL, on ? flags | O_DIRECT : flags & ~O_DIRECT);
 }
 
-/* At most n bytes as they lie, or in the bounce buffer where a disk cannot fetch them from there. */
+/* At most n bytes where they lie, or in the bounce buffer if a disk cannot fetch them there. */
 static const char *fetchable(struct file_new *f, const char *p, size_t *n, struct err *e)
 {
 	if (!((uintptr_t)p % DIRECT_ALIGN)) {
