@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Attention by blocks of BLOCK keys, counted from position 0 of the row of data, with a running
- * maximum and sum for each query. K and V of every block are packed once per kv head; then tiles of
- * ROWS rows, queries x query heads of one kv head, go over the blocks they can see:
+ * maximum and sum for each query. K and V of every block are packed once per kv head, a batch of
+ * rows of data and heads at a time; then tiles of ROWS rows, queries x query heads of one kv head, go
+ * over the blocks they can see:
  *
  *	               block 0   block 1   block 2        scores = q k^T     [ROWS, BLOCK]  F32
  *	tile of        [  all  ] [  all  ] [ diagonal ]   p = 2^(scores - max), 0 where not visible
@@ -31,8 +32,7 @@
 #define LOG2_E 1.44269504f
 #define LEAST  -3.0e38f		/* the maximum of nothing: below all scores, and finite */
 #define PAD 32			/* head widths are rounded up to this */
-/* keys whose packed form is in memory at a time, unless one piece has more */
-#define BATCH_KEYS 32768
+#define BATCH_BYTES (32 << 20)	/* of packed keys and values at a time, unless one pair has more */
 
 struct job {
 	struct device *d;
@@ -43,14 +43,22 @@ struct job {
 	float scale;			/* of scores, to multiples of ln 2 */
 	int64_t group, heads;		/* query heads of a kv head, and of them in a tile */
 	const struct piece *piece;
-	int64_t *first_block;		/* of each piece in the batch, counted over the batch */
+	struct pair *pair;		/* of the batch */
+	int64_t pairs, blocks;
 	struct tile *tile;
 	int64_t tiles;
 };
 
+/* The keys of a piece in one kv head: as blocks, counted over the batch. */
+struct pair {
+	int piece, kv;
+	int64_t first_block;
+};
+
 struct tile {
 	int piece;
-	int kv, head, heads;		/* kv head; first query head and number */
+	int64_t first_block;		/* of its pair */
+	int head, heads;		/* first query head and number */
 	int64_t query, queries;		/* within the piece */
 };
 
@@ -70,10 +78,10 @@ static size_t block_bytes(const struct job *j)
 	return j->qk->packed_bytes + j->pv->packed_bytes;
 }
 
-/* Packed K of a block, V behind it. */
-static char *block_at(const struct job *j, int64_t block, int kv)
+/* Packed K of a block of the batch, V behind it. */
+static char *block_at(const struct job *j, int64_t block)
 {
-	return cpu_of(j->d)->shared.p + (size_t)(block * j->a->kv_heads + kv) * block_bytes(j);
+	return cpu_of(j->d)->shared.p + (size_t)block * block_bytes(j);
 }
 
 static int64_t blocks_of(const struct piece *p)
@@ -306,7 +314,7 @@ static int one_tile(const struct job *j, const struct tile *t, struct desk *w, s
 
 	load_queries(j, t, w);
 	for (; b * BLOCK < end; b++) {
-		const char *k = block_at(j, j->first_block[t->piece] + b, t->kv),
+		const char *k = block_at(j, t->first_block + b),
 			   *v = k + j->qk->packed_bytes;
 
 		if (onednn_run(&w->qk, w->scores, w->q, k, w->scratch, e))
@@ -364,58 +372,52 @@ static size_t desk_at(const struct job *j, char *p, struct desk *w)
 	return off[sizeof bytes / sizeof bytes[0]];
 }
 
-static int add_tiles(struct job *j, int piece, size_t *cap, struct err *e)
+/* The tiles of a pair: its query heads, several to a tile, by its queries. */
+static int add_tiles(struct job *j, const struct pair *pair, size_t *cap, struct err *e)
 {
-	int64_t each = ROWS / j->heads;
+	int64_t each = ROWS / j->heads, end = (pair->kv + 1) * j->group,
+		queries = j->piece[pair->piece].count;
 
-	for (int64_t head = 0; head < j->a->heads; head += j->heads) {
-		int64_t kv = head / j->group, left = (kv + 1) * j->group - head,
-			heads = left < j->heads ? left : j->heads;
-
-		for (int64_t q = 0; q < j->piece[piece].count; q += each) {
-			int64_t n =
-				j->piece[piece].count - q < each ? j->piece[piece].count - q : each;
+	for (int64_t head = end - j->group; head < end; head += j->heads)
+		for (int64_t q = 0; q < queries; q += each) {
+			int64_t heads = end - head < j->heads ? end - head : j->heads,
+				n = queries - q < each ? queries - q : each;
 
 			if (mem_grow(&j->tile, cap, (size_t)j->tiles + 1, sizeof *j->tile, e))
 				return -1;
-			j->tile[j->tiles++] =
-				(struct tile){ piece, (int)kv, (int)head, (int)heads, q, n };
+			j->tile[j->tiles++] = (struct tile){ pair->piece, pair->first_block,
+							     (int)head, (int)heads, q, n };
 		}
-		head -= j->heads - heads;	/* a short tile ends its kv head */
-	}
 	return 0;
 }
 
 /*
- * Packs all blocks of the pieces [first, last), then runs their tiles, the long ones, which lie at
- * the end of each piece, first.
+ * Packs all blocks of the batch, then runs its tiles, the long ones, which lie at the end of each
+ * pair, first.
  */
-static void run(const struct job *j, int first, int last, int64_t blocks)
+static void run(const struct job *j)
 {
-	int kv_heads = j->a->kv_heads;
-
 #pragma omp parallel num_threads(j->d->threads)
 	{
+		const struct pair *pair = j->pair;
 		struct err e = ERR_INIT;
 		struct desk w;
-		int piece = first;
 
 		desk_at(j, cpu_of(j->d)->own[omp_get_thread_num()].p, &w);
 		if (!onednn_begin(&w.qk, j->qk, &e))
 			onednn_begin(&w.pv_call, j->pv, &e);
 #pragma omp for schedule(static)
-		for (int64_t task = 0; task < blocks * kv_heads; task++) {
-			int64_t block = task / kv_heads;
-			int kv = (int)(task % kv_heads);
-			char *to = block_at(j, block, kv);
+		for (int64_t block = 0; block < j->blocks; block++) {
+			char *to = block_at(j, block);
+			const struct piece *p;
 
-			while (piece + 1 < last && block >= j->first_block[piece + 1])
-				piece++;
-			block -= j->first_block[piece];
-			if (!e.code && !pack_one(j, &j->piece[piece], block, kv, to, w.q, w.scratch,
-						 false, &e))
-				pack_one(j, &j->piece[piece], block, kv, to + j->qk->packed_bytes,
-					 w.q, w.scratch, true, &e);
+			while (pair + 1 < j->pair + j->pairs && block >= pair[1].first_block)
+				pair++;
+			p = &j->piece[pair->piece];
+			if (!e.code && !pack_one(j, p, block - pair->first_block, pair->kv, to, w.q,
+						 w.scratch, false, &e))
+				pack_one(j, p, block - pair->first_block, pair->kv,
+					 to + j->qk->packed_bytes, w.q, w.scratch, true, &e);
 		}
 #pragma omp for schedule(dynamic)
 		for (int64_t i = 0; i < j->tiles; i++)
@@ -428,29 +430,31 @@ static void run(const struct job *j, int first, int last, int64_t blocks)
 	}
 }
 
-/* Pieces in batches whose packed keys and values fit BATCH_KEYS, each at least one piece. */
-static void all_pieces(struct job *j, int n, size_t *cap)
+static void run_batch(struct job *j)
 {
-	struct device *d = j->d;
+	if (j->tiles && cpu_shared(j->d, (size_t)j->blocks * block_bytes(j)))
+		run(j);
+	j->pairs = j->blocks = j->tiles = 0;
+}
 
-	for (int first = 0, last; first < n && ref_good(d); first = last) {
-		int64_t blocks = 0;
+/* Pairs in batches that fit BATCH_BYTES, each at least one pair. */
+static void all_pairs(struct job *j, int n, size_t *cap)
+{
+	int64_t most = BATCH_BYTES / (int64_t)block_bytes(j);
 
-		j->tiles = 0;
-		for (last = first;
-		     last < n &&
-		     (last == first || (blocks + blocks_of(&j->piece[last])) * BLOCK <= BATCH_KEYS);
-		     last++) {
-			j->first_block[last] = blocks;
-			blocks += blocks_of(&j->piece[last]);
-			if (add_tiles(j, last, cap, &d->err))
+	for (int i = 0; i < n; i++)
+		for (int kv = 0; kv < j->a->kv_heads && ref_good(j->d); kv++) {
+			int64_t blocks = blocks_of(&j->piece[i]);
+
+			if (j->pairs && j->blocks + blocks > most)
+				run_batch(j);
+			j->pair[j->pairs] = (struct pair){ i, kv, j->blocks };
+			if (add_tiles(j, &j->pair[j->pairs++], cap, &j->d->err))
 				return;
+			j->blocks += blocks;
 		}
-		if (!j->tiles)
-			continue;
-		if (cpu_shared(d, (size_t)blocks * (size_t)j->a->kv_heads * block_bytes(j)))
-			run(j, first, last, blocks);
-	}
+	if (ref_good(j->d))
+		run_batch(j);
 }
 
 void cpu_attention(struct device *d, struct tensor out, struct tensor q, struct tensor k,
@@ -488,9 +492,9 @@ void cpu_attention(struct device *d, struct tensor out, struct tensor q, struct 
 	j.heads = j.group < ROWS ? j.group : ROWS;
 	j.qk = onednn_product(c->dnn, &qk, &d->err);
 	j.pv = onednn_product(c->dnn, &pv, &d->err);
-	j.first_block = mem_calloc((size_t)n + 1, sizeof *j.first_block, &d->err);
+	j.pair = mem_calloc((size_t)n * (size_t)a->kv_heads + 1, sizeof *j.pair, &d->err);
 	if (ref_good(d) && cpu_own(d, desk_at(&j, NULL, NULL)))
-		all_pieces(&j, n, &cap);
-	free(j.first_block);
+		all_pairs(&j, n, &cap);
+	free(j.pair);
 	free(j.tile);
 }
