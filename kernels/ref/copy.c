@@ -45,7 +45,7 @@ static void integers(char *dst, enum dtype to, const char *src, enum dtype from,
 static void numbers(char *dst, enum dtype to, const char *src, enum dtype from, enum dtype unit,
 		    int64_t n)
 {
-	if (unit != DT_BF16 || to == DT_BF16) {
+	if (unit != DT_BF16 || to == DT_BF16 || from == DT_BF16) {
 		dtype_convert(dst, to, src, from, (size_t)n);
 		return;
 	}
