@@ -90,8 +90,9 @@ TIMED(norm, NORM, 0,
        int64_t width),
       (d, out, x, w, eps, width))
 TIMED(rope, ROPE, 0,
-      (struct device * d, struct tensor x, int heads, const struct rope *r, struct tensor pos),
-      (d, x, heads, r, pos))
+      (struct device * d, struct tensor x, int heads, const struct weight *norm, float eps,
+       const struct rope *r, struct tensor pos),
+      (d, x, heads, norm, eps, r, pos))
 TIMED(attention, ATTENTION, attention_flops(a, pieces, n),
       (struct device * d, struct tensor out, struct tensor q, struct tensor k, struct tensor v,
        const struct attention *a, const struct piece *pieces, int n),
