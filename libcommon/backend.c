@@ -69,10 +69,10 @@ static void no_norm(struct device *d, struct tensor out, struct tensor x, const 
 	(void)d, (void)out, (void)x, (void)w, (void)eps, (void)width;
 }
 
-static void no_rope(struct device *d, struct tensor x, int heads, const struct rope *r,
-		    struct tensor pos)
+static void no_rope(struct device *d, struct tensor x, int heads, const struct weight *norm,
+		    float eps, const struct rope *r, struct tensor pos)
 {
-	(void)d, (void)x, (void)heads, (void)r, (void)pos;
+	(void)d, (void)x, (void)heads, (void)norm, (void)eps, (void)r, (void)pos;
 }
 
 static void no_attention(struct device *d, struct tensor out, struct tensor q, struct tensor k,

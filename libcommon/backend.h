@@ -248,9 +248,12 @@ struct backend {
 	void (*norm)(struct device *d, struct tensor out, struct tensor x, const struct weight *w,
 		     float eps, int64_t width);
 
-	/* Rotates x [T, heads*width of a head] in place; pos i32 [T,1]. */
-	void (*rope)(struct device *d, struct tensor x, int heads, const struct rope *r,
-		     struct tensor pos);
+	/*
+	 * Rotates x [T, heads*width of a head] in place, each head after a norm by `norm` [width of
+	 * a head] and eps where it is not NULL; pos i32 [T,1].
+	 */
+	void (*rope)(struct device *d, struct tensor x, int heads, const struct weight *norm,
+		     float eps, const struct rope *r, struct tensor pos);
 
 	/*
 	 * out[T, heads*value_width] from q[T, heads*width], k[*, kv_heads*width], v[*,

@@ -10,6 +10,16 @@
 #include "err.h"
 #include "json.h"
 
+/* Norm and rotation of q or k, as far as the target has them. */
+static void prepare_heads(struct chunk *c, struct tensor x, int heads, const struct weight *norm,
+			  const struct gqa *g)
+{
+	if (g->rope)
+		c->dev->be->rope(c->dev, x, heads, norm, g->eps, g->rope, c->pos);
+	else if (norm)
+		c->dev->be->norm(c->dev, x, x, norm, g->eps, g->attention.width);
+}
+
 void block_gqa(struct chunk *c, struct tensor x, struct tensor h, const struct gqa *g)
 {
 	const struct backend *be = c->dev->be;
@@ -23,14 +33,8 @@ void block_gqa(struct chunk *c, struct tensor x, struct tensor h, const struct g
 		      v = tensor_cols(qkv, nq + nk, nk);
 
 	be->matmul(c->dev, qkv, h, g->qkv, g->qkv_bias, false);
-	if (g->q_norm)
-		be->norm(c->dev, q, q, g->q_norm, g->eps, D);
-	if (g->k_norm)
-		be->norm(c->dev, k, k, g->k_norm, g->eps, D);
-	if (g->rope) {
-		be->rope(c->dev, q, a->heads, g->rope, c->pos);
-		be->rope(c->dev, k, a->kv_heads, g->rope, c->pos);
-	}
+	prepare_heads(c, q, a->heads, g->q_norm, g);
+	prepare_heads(c, k, a->kv_heads, g->k_norm, g);
 	be->attention(c->dev, out, q, chunk_keys(c, k), chunk_keys(c, v), a, c->piece, c->npieces);
 	be->matmul(c->dev, x, out, g->o, g->o_bias, true);
 	scratch_release(c, mark);

@@ -78,7 +78,7 @@ static void run_rope(struct bench *b, struct tensor out, struct tensor x, const 
 		pos[i] = (int32_t)(c->row[i] * 13);
 	p = bed_ints(&b->d, c->n, 1, pos);
 	b->d.be->norm(&b->d, out, x, NULL, 1, K_IN);
-	b->d.be->rope(&b->d, out, 4, &r, p);
+	b->d.be->rope(&b->d, out, 4, NULL, 0, &r, p);
 	bed_drop(&b->d, p);
 }
 

@@ -109,11 +109,11 @@ static void guard_norm(struct device *d, struct tensor out, struct tensor x, con
 	CLOSE;
 }
 
-static void guard_rope(struct device *d, struct tensor x, int heads, const struct rope *r,
-		       struct tensor pos)
+static void guard_rope(struct device *d, struct tensor x, int heads, const struct weight *norm,
+		       float eps, const struct rope *r, struct tensor pos)
 {
 	OPEN;
-	backend_ref.rope(d, x, heads, r, pos);
+	backend_ref.rope(d, x, heads, norm, eps, r, pos);
 	CLOSE;
 }
 

@@ -230,37 +230,42 @@ static void test_rope(void)
 		       { 2, 40, 8, 24 },
 		       { 1, 130, 2, 128 },
 		       { 2, 1100, 0, 1100 } };
-	int32_t pos[300];
+	int32_t pos[300], far[300];
 
-	for (int i = 0; i < COUNT(pos); i++)
+	for (int i = 0; i < COUNT(pos); i++) {
 		pos[i] = i * 37 % 5000;
+		far[i] = pos[i] * 1000;	/* angles on both sides of 10^6 */
+	}
 	for (int i = 0; i < COUNT(shapes); i++)
-		for (int v = 0; v < 16; v++) {
+		for (int v = 0; v < 32; v++) {
 			int64_t T = v & 8 ? 257 : v & 1;
 			struct both x = both_random(types[v & 1], T,
 						    shapes[i].heads * shapes[i].head, 2),
-				    p = both_ints(T, 1, pos);
+				    p = both_ints(T, 1, v & 4 ? pos : far);
 			struct rope r = { .offset = shapes[i].offset,
 					  .width = shapes[i].width,
 					  .scale = v & 2 ? 1.25f : 1,
 					  .layout = v & 4 ? ROPE_PAIR : ROPE_HALF,
 					  .inverse = v & 2 };
 			struct rope s = r;
-			struct pair freq;
+			struct pair freq, norm;
 
 			pair_make(&freq, USE_VECTOR, WEIGHT_FP32, DT_F32, 1, r.width / 2, 1);
+			pair_make(&norm, USE_VECTOR, WEIGHT_BULK, DT_BF16, 1, shapes[i].head, 1);
 			r.freq = &freq.dut;
 			s.freq = &freq.ref;
-			dut.be->rope(&dut, x.dut, shapes[i].heads, &r, p.dut);
-			ref.be->rope(&ref, x.ref, shapes[i].heads, &s, p.ref);
+			dut.be->rope(&dut, x.dut, shapes[i].heads, v & 16 ? &norm.dut : NULL, 1e-6f,
+				     &r, p.dut);
+			ref.be->rope(&ref, x.ref, shapes[i].heads, v & 16 ? &norm.ref : NULL, 1e-6f,
+				     &s, p.ref);
 			same(x.dut, x.ref, bound_of(types[v & 1]),
 			     label("rope", "%d heads of %d, variant %d", shapes[i].heads,
 				   shapes[i].head, v));
 			both_drop(p);
 			pair_drop(&freq);
+			pair_drop(&norm);
 		}
 }
-
 
 static void test_gate_and_add(void)
 {

@@ -40,6 +40,16 @@ static int wanted_threads(const struct device_options *o)
 	return n < 1 ? 1 : n < 4096 ? (int)n : 4096;
 }
 
+static void free_spare(struct cpu *c)
+{
+	while (c->spare) {
+		struct spare *s = c->spare;
+
+		c->spare = s->next;
+		free(s);
+	}
+}
+
 void cpu_close(struct device *d)
 {
 	struct cpu *c = d->state;
@@ -49,7 +59,9 @@ void cpu_close(struct device *d)
 			free(c->own[i].p);
 		free(c->own);
 		free(c->shared.p);
+		free_spare(c);
 		onednn_close(c->dnn);
+		pthread_mutex_destroy(&c->lock);
 		free(c);
 	}
 	*d = (struct device){ 0 };
@@ -73,6 +85,7 @@ int cpu_open(struct device *d, const struct device_options *o, struct err *e)
 
 	if (!c)
 		return -1;
+	pthread_mutex_init(&c->lock, NULL);
 	c->threads = wanted_threads(o);
 	c->bf16 = onednn_has(ONEDNN_BF16);
 	*d = (struct device){
@@ -117,6 +130,37 @@ bool cpu_own(struct device *d, size_t bytes)
 		if (!grow(d, &c->own[i], bytes))
 			return false;
 	return true;
+}
+
+void *cpu_take_spare(struct cpu *c, size_t bytes, struct err *e)
+{
+	struct spare **at, *s;
+
+	pthread_mutex_lock(&c->lock);
+	for (at = &c->spare; (s = *at) && s->bytes < bytes; at = &s->next)
+		;
+	if (s)
+		*at = s->next;
+	pthread_mutex_unlock(&c->lock);
+	if (!s) {
+		s = mem_aligned(64 + bytes, e);
+		if (!s)
+			return NULL;
+		s->bytes = bytes;
+	}
+	return (char *)s + 64;
+}
+
+void cpu_give_spare(struct cpu *c, void *p)
+{
+	struct spare *s = p ? (struct spare *)((char *)p - 64) : NULL;
+
+	if (!s)
+		return;
+	pthread_mutex_lock(&c->lock);
+	s->next = c->spare;
+	c->spare = s;
+	pthread_mutex_unlock(&c->lock);
 }
 
 const struct backend backend_cpu = { .name = "cpu", .open = cpu_open, .close = cpu_close };

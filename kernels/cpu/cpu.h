@@ -35,12 +35,20 @@ struct room {
 	size_t size;
 };
 
+/* Memory that was taken and given back. */
+struct spare {
+	struct spare *next;
+	size_t bytes;		/* behind this one, from the next 64 on */
+};
+
 struct cpu {
 	struct onednn *dnn;
 	bool bf16;	/* products of bf16 operands in hardware; else in F32 on rounded operands */
 	int threads;
 	struct room shared;
 	struct room *own;	/* [threads] */
+	pthread_mutex_t lock;	/* of spare */
+	struct spare *spare;
 };
 
 /* Rows of a panel that wait for the rest of it. */
@@ -114,6 +122,13 @@ void cpu_fail(struct device *d, const struct err *e);
  */
 bool cpu_shared(struct device *d, size_t bytes);
 bool cpu_own(struct device *d, size_t bytes);
+
+/*
+ * At least `bytes` for the time between two panels that are packed, from those given back if they
+ * suffice: new pages for every panel would cost as much as the packing. Thread-safe.
+ */
+void *cpu_take_spare(struct cpu *c, size_t bytes, struct err *e);
+void cpu_give_spare(struct cpu *c, void *p);	/* may be NULL */
 
 /*
  * Everything below is compiled once for each vector unit, CPU_VARIANT (base, avx2, avx512): no name
@@ -218,8 +233,8 @@ void cpu_store(struct device *d, void *dst, enum dtype to, int64_t dst_ld, struc
 void cpu_rows(struct device *d, struct tensor out, const struct weight *table, struct tensor ids);
 void cpu_norm(struct device *d, struct tensor out, struct tensor x, const struct weight *w,
 	      float eps, int64_t width);
-void cpu_rope(struct device *d, struct tensor x, int heads, const struct rope *r,
-	      struct tensor pos);
+void cpu_rope(struct device *d, struct tensor x, int heads, const struct weight *norm, float eps,
+	      const struct rope *r, struct tensor pos);
 void cpu_gate(struct device *d, struct tensor out, struct tensor x, const struct act *a);
 void cpu_add(struct device *d, struct tensor x, struct tensor y);
 void cpu_route(struct device *d, struct tensor ids, struct tensor weights, struct tensor logits,

@@ -194,12 +194,20 @@ struct group {
 	int64_t first;		/* tile */
 };
 
-static void finish_row(const struct job *j, void *out, float *sums, const float *bias, int64_t n)
+static void finish_row(const struct job *j, void *out, float *restrict sums, const float *bias,
+		       int64_t n)
 {
 	float old[PANEL_MOST];
 
 	for (int64_t i = 0; bias && i < n; i++)
 		sums[i] += bias[i];
+	if (j->add && j->out.dtype == DT_F32) {
+		float *restrict o = out;
+
+		for (int64_t i = 0; i < n; i++)
+			o[i] += sums[i];
+		return;
+	}
 	if (j->add)
 		run_load(old, out, j->out.dtype, n);
 	for (int64_t i = 0; j->add && i < n; i++)

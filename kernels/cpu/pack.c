@@ -170,9 +170,9 @@ static int pack_block(const struct packed *p, bool last, int64_t k, char *to, co
 	return 0;
 }
 
-/* Packs the rows of one panel (NULL = all zero) and frees them. */
-static int pack_panel(const struct packed *p, int64_t index, int64_t panel, void *rows,
-		      struct err *e)
+/* Packs the rows of one panel (NULL = all zero) and gives their memory back. */
+static int pack_panel(struct cpu *c, const struct packed *p, int64_t index, int64_t panel,
+		      void *rows, struct err *e)
 {
 	char *to = panel_data(p, index, panel), *scratch, *packed = NULL;
 	bool last = panel == p->panels - 1;
@@ -182,43 +182,50 @@ static int pack_panel(const struct packed *p, int64_t index, int64_t panel, void
 		memset(to, 0, panel_bytes(p, last));
 		return 0;
 	}
-	scratch = mem_aligned(p->scratch, e);
+	scratch = cpu_take_spare(c, p->scratch, e);
 	if (p->expanded)
-		packed = mem_aligned(cpu_block_bytes(p, false, 0), e);
+		packed = cpu_take_spare(c, cpu_block_bytes(p, false, 0), e);
 	if (scratch && (packed || !p->expanded))
 		rc = 0;
 	for (int64_t k = 0; k < p->blocks && !rc; to += kept_bytes(p, last, k++))
 		rc = pack_block(p, last, k, to, rows, packed, scratch, e);
-	free(scratch);
-	free(packed);
-	free(rows);
+	cpu_give_spare(c, scratch);
+	cpu_give_spare(c, packed);
+	cpu_give_spare(c, rows);
 	return rc;
 }
 
-/* The staging rows of a panel, made by the first to come. */
-static char *staging_rows(struct packed *p, struct staging *s, int64_t width, struct err *e)
+/* The staging rows of a panel, made by the first to come, zero where nobody will write. */
+static char *staging_rows(struct cpu *c, struct packed *p, struct staging *s, int64_t width,
+			  struct err *e)
 {
 	size_t bytes = (size_t)(width * p->K) * dtype_size(p->operand);
+	void *rows, *mine = NULL;
 
 	pthread_mutex_lock(&p->lock);
-	if (!s->rows) {
-		s->rows = mem_aligned(bytes, e);
-		if (s->rows)
-			memset(s->rows, 0, bytes);
-	}
+	rows = s->rows;
 	pthread_mutex_unlock(&p->lock);
-	return s->rows;
+	if (rows || !(mine = cpu_take_spare(c, bytes, e)))
+		return rows;
+	memset(mine, 0, bytes);
+	pthread_mutex_lock(&p->lock);
+	rows = s->rows ? s->rows : mine;
+	s->rows = rows;
+	pthread_mutex_unlock(&p->lock);
+	if (rows != mine)
+		cpu_give_spare(c, mine);
+	return rows;
 }
 
 /* n rows, all of panel `panel`, from `row` within it. */
-static int fill_panel(const struct weight *w, int64_t index, int64_t panel, int64_t row, int64_t n,
-		      const char *src, enum dtype from, struct err *e)
+static int fill_panel(struct cpu *c, const struct weight *w, int64_t index, int64_t panel,
+		      int64_t row, int64_t n, const char *src, enum dtype from, struct err *e)
 {
 	struct packed *p = w->handle;
 	struct staging *s = &p->staging[index * p->panels + panel];
 	size_t pitch = (size_t)p->K * dtype_size(p->operand),
 	       step = (size_t)w->cols * dtype_size(from);
-	char *rows = staging_rows(p, s, cpu_panel_width(p, panel), e);
+	char *rows = staging_rows(c, p, s, cpu_panel_width(p, panel), e);
 	bool whole;
 
 	if (!rows)
@@ -232,7 +239,7 @@ static int fill_panel(const struct weight *w, int64_t index, int64_t panel, int6
 	if (whole)
 		s->rows = NULL;
 	pthread_mutex_unlock(&p->lock);
-	return whole ? pack_panel(p, index, panel, rows, e) : 0;
+	return whole ? pack_panel(c, p, index, panel, rows, e) : 0;
 }
 
 int cpu_weight_fill(struct device *d, struct weight *w, int64_t index, int64_t row0, int64_t n,
@@ -255,7 +262,7 @@ int cpu_weight_fill(struct device *d, struct weight *w, int64_t index, int64_t r
 	while (n > 0) {
 		int64_t panel, row, run = place_of(p, w, row0, &panel, &row), m = run < n ? run : n;
 
-		if (fill_panel(w, index, panel, row, m, s, from, e))
+		if (fill_panel(cpu_of(d), w, index, panel, row, m, s, from, e))
 			return -1;
 		s += (size_t)(m * w->cols) * dtype_size(from);
 		row0 += m;
@@ -277,7 +284,7 @@ int cpu_weight_ready(struct device *d, struct weight *w, struct err *e)
 		if (p->staging[i].filled == panel_rows(p, w, i % p->panels))
 			continue;
 		p->staging[i].rows = NULL;
-		if (pack_panel(p, i / p->panels, i % p->panels, rows, e))
+		if (pack_panel(cpu_of(d), p, i / p->panels, i % p->panels, rows, e))
 			return -1;
 	}
 	free(p->staging);
@@ -294,7 +301,7 @@ void cpu_weight_free(struct device *d, struct weight *w)
 		return;
 	}
 	for (int64_t i = 0; p->staging && i < w->count * p->panels; i++)
-		free(p->staging[i].rows);
+		cpu_give_spare(cpu_of(d), p->staging[i].rows);
 	free(p->staging);
 	free(p->data);
 	pthread_mutex_destroy(&p->lock);

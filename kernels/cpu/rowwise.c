@@ -97,6 +97,14 @@ static void add_squares(vec sum[4], const float *x, int64_t n)
 	}
 }
 
+static float norm_factor(vec sum[4], int64_t n, float eps)
+{
+	sum[0] += sum[1];
+	sum[2] += sum[3];
+	sum[0] += sum[2];
+	return 1.0f / sqrtf(vec_sum(&sum[0]) / (float)n + eps);
+}
+
 static void norm_run(char *to, enum dtype d, float *x, const float *w, float r, int64_t n)
 {
 	for (int64_t i = 0; i < n; i++)
@@ -121,10 +129,7 @@ static void norm_one(struct tensor out, struct tensor x, int64_t t, int64_t c0, 
 		run_load(x32, from + (size_t)c * in, x.dtype, n);
 		add_squares(sum, x32, n);
 	}
-	sum[0] += sum[1];
-	sum[2] += sum[3];
-	sum[0] += sum[2];
-	r = 1.0f / sqrtf(vec_sum(&sum[0]) / (float)width + eps);
+	r = norm_factor(sum, width, eps);
 	if (width <= NORM_RUN) {
 		norm_run(to, out.dtype, x32, w, r, width);
 		return;
@@ -150,42 +155,28 @@ void cpu_norm(struct device *d, struct tensor out, struct tensor x, const struct
 			norm_one(out, x, t, c, v, eps, width);
 }
 
-/* One head of one token, half split: pairs lie half apart. */
-static void rotate_half(struct tensor x, int64_t t, int64_t c0, int64_t half, const float *cosine,
-			const float *sine)
+/* Pairs lie half apart. */
+static void rotate_half(float *restrict x, int64_t half, const float *restrict cosine,
+			const float *restrict sine)
 {
-	float a[RUN], b[RUN], ra[RUN], rb[RUN];
+	float *restrict y = x + half;
 
-	for (int64_t c = 0; c < half; c += RUN) {
-		int64_t n = run_at(c, half);
+	for (int64_t i = 0; i < half; i++) {
+		float a = x[i], b = y[i];
 
-		run_load(a, ref_at(x, t, c0 + c), x.dtype, n);
-		run_load(b, ref_at(x, t, c0 + half + c), x.dtype, n);
-		for (int64_t i = 0; i < n; i++) {
-			ra[i] = a[i] * cosine[c + i] - b[i] * sine[c + i];
-			rb[i] = b[i] * cosine[c + i] + a[i] * sine[c + i];
-		}
-		run_save(ref_at(x, t, c0 + c), x.dtype, ra, n);
-		run_save(ref_at(x, t, c0 + half + c), x.dtype, rb, n);
+		x[i] = a * cosine[i] - b * sine[i];
+		y[i] = b * cosine[i] + a * sine[i];
 	}
 }
 
-static void rotate_pairs(struct tensor x, int64_t t, int64_t c0, int64_t half, const float *cosine,
-			 const float *sine)
+static void rotate_pairs(float *restrict x, int64_t half, const float *restrict cosine,
+			 const float *restrict sine)
 {
-	float a[RUN];
+	for (int64_t i = 0; i < half; i++) {
+		float a = x[2 * i], b = x[2 * i + 1];
 
-	for (int64_t c = 0; c < half; c += RUN / 2) {
-		int64_t n = half - c < RUN / 2 ? half - c : RUN / 2;
-
-		run_load(a, ref_at(x, t, c0 + 2 * c), x.dtype, 2 * n);
-		for (int64_t i = 0; i < n; i++) {
-			float u = a[2 * i], v = a[2 * i + 1];
-
-			a[2 * i] = u * cosine[c + i] - v * sine[c + i];
-			a[2 * i + 1] = v * cosine[c + i] + u * sine[c + i];
-		}
-		run_save(ref_at(x, t, c0 + 2 * c), x.dtype, a, 2 * n);
+		x[2 * i] = a * cosine[i] - b * sine[i];
+		x[2 * i + 1] = b * cosine[i] + a * sine[i];
 	}
 }
 
@@ -239,11 +230,44 @@ static void angles(float *cosine, float *sine, const struct rope *r, float posit
 	}
 }
 
-void cpu_rope(struct device *d, struct tensor x, int heads, const struct rope *r, struct tensor pos)
+/* A head's numbers times 1 / their root mean square times w. */
+static void norm_head(float *restrict x, const float *restrict w, float eps, int64_t n)
+{
+	vec sum[4] = { { 0 } };
+	float r;
+
+	add_squares(sum, x, n);
+	r = norm_factor(sum, n, eps);
+	for (int64_t i = 0; i < n; i++)
+		x[i] = x[i] * r * w[i];
+}
+
+/* Without a norm the channels that are not rotated stay as they are. */
+static void rope_head(struct tensor x, int64_t t, int64_t c0, int64_t head, const float *norm,
+		      float eps, const struct rope *r, const float *cosine, const float *sine,
+		      float *work)
+{
+	int64_t first = norm ? 0 : r->offset, n = norm ? head : r->width;
+	void *p = ref_at(x, t, c0 + first);
+	float *turned = work + r->offset - first;
+
+	run_load(work, p, x.dtype, n);
+	if (norm)
+		norm_head(work, norm, eps, n);
+	if (r->layout == ROPE_HALF)
+		rotate_half(turned, r->width / 2, cosine, sine);
+	else
+		rotate_pairs(turned, r->width / 2, cosine, sine);
+	run_save(p, x.dtype, work, n);
+}
+
+void cpu_rope(struct device *d, struct tensor x, int heads, const struct weight *norm, float eps,
+	      const struct rope *r, struct tensor pos)
 {
 	int64_t head = x.cols / heads, half = r->width / 2;
+	const float *w = norm ? ref_vector(norm) : NULL;
 
-	if (!ref_good(d) || !cpu_own(d, 2 * (size_t)half * sizeof(float)))
+	if (!ref_good(d) || !cpu_own(d, (size_t)(2 * half + head) * sizeof(float)))
 		return;
 #pragma omp parallel num_threads(d->threads)
 	{
@@ -253,12 +277,8 @@ void cpu_rope(struct device *d, struct tensor x, int heads, const struct rope *r
 #pragma omp for schedule(static)
 		for (int64_t t = 0; t < x.rows; t++) {
 			angles(cosine, sine, r, (float)ref_id(pos, t, 0));
-			for (int64_t h = 0; h < heads; h++)
-				if (r->layout == ROPE_HALF)
-					rotate_half(x, t, h * head + r->offset, half, cosine, sine);
-				else
-					rotate_pairs(x, t, h * head + r->offset, half, cosine,
-						     sine);
+			for (int64_t c0 = 0; c0 < x.cols; c0 += head)
+				rope_head(x, t, c0, head, w, eps, r, cosine, sine, sine + half);
 		}
 	}
 }

@@ -119,8 +119,8 @@ void ref_matmul_gate(struct device *d, struct tensor out, struct tensor x, const
 		     const struct act *a);
 void ref_norm(struct device *d, struct tensor out, struct tensor x, const struct weight *w,
 	      float eps, int64_t width);
-void ref_rope(struct device *d, struct tensor x, int heads, const struct rope *r,
-	      struct tensor pos);
+void ref_rope(struct device *d, struct tensor x, int heads, const struct weight *norm, float eps,
+	      const struct rope *r, struct tensor pos);
 void ref_attention(struct device *d, struct tensor out, struct tensor q, struct tensor k,
 		   struct tensor v, const struct attention *a, const struct piece *pieces, int n);
 void ref_gate(struct device *d, struct tensor out, struct tensor x, const struct act *a);
