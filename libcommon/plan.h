@@ -26,7 +26,7 @@ struct tokens;
 #define PLAN_VERSION 1
 
 /* Raised whenever results change. */
-#define PLAN_NUMERICS 1
+#define PLAN_NUMERICS 2
 
 enum residency {
 	WEIGHTS_RESIDENT,
