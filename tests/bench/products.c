@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Every product of a model beside oneDNN's own on the same numbers, in turns. Weights of one shape
- * are one product. Experts are measured as the verb that the model calls, which also gathers,
- * activates and sums, against two packed products for each expert with the rows routed to it.
+ * are one product. A gated product is measured with its activation, which oneDNN's lacks. Experts
+ * are measured as the verb that the model calls, which also gathers, activates and sums, against
+ * two packed products for each expert with the rows routed to it.
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
@@ -133,11 +134,16 @@ struct product_run {
 	struct yardstick *y;
 };
 
+static const struct act silu = { .kind = ACT_SILU };
+
 static int our_product(void *ctx, struct err *e)
 {
 	struct product_run *p = ctx;
 
-	p->r->dev.be->matmul(&p->r->dev, p->out, p->x, &p->w, NULL, false);
+	if (p->w.use == USE_GATED)
+		p->r->dev.be->matmul_gate(&p->r->dev, p->out, p->x, &p->w, &silu);
+	else
+		p->r->dev.be->matmul(&p->r->dev, p->out, p->x, &p->w, NULL, false);
 	return p->r->dev.be->sync(&p->r->dev, e);
 }
 
@@ -146,12 +152,23 @@ static int their_product(void *ctx, struct err *e)
 	return yardstick_run(((struct product_run *)ctx)->y, e);
 }
 
+/* What oneDNN left, [rows, N], as a gated product of ours leaves it: [rows, N/2]. */
+static void gated(float *b, int64_t rows, int64_t N)
+{
+	for (int64_t t = 0; t < rows; t++)
+		for (int64_t i = 0; i < N / 2; i++) {
+			float g = b[t * N + i], u = b[t * N + N / 2 + i];
+
+			b[t * (N / 2) + i] = g / (1 + expf(-g)) * u;
+		}
+}
+
 /* A ratio of two that compute different things would say nothing. */
 static int compare(struct product_run *p, const void *dst, const char *name, struct err *e)
 {
-	int64_t n = p->out.rows * p->out.cols;
+	int64_t n = p->out.rows * p->out.cols, wide = p->out.rows * p->w.rows;
 	float *a = mem_aligned((size_t)n * sizeof *a, e),
-	      *b = mem_aligned((size_t)n * sizeof *b, e);
+	      *b = mem_aligned((size_t)wide * sizeof *b, e);
 	double off = 0, all = 0;
 	int rc = -1;
 
@@ -160,7 +177,9 @@ static int compare(struct product_run *p, const void *dst, const char *name, str
 	p->r->dev.be->store(&p->r->dev, a, DT_F32, p->out.cols, p->out);
 	if (p->r->dev.be->sync(&p->r->dev, e))
 		goto out;
-	dtype_convert(b, DT_F32, dst, p->out.dtype, (size_t)n);
+	dtype_convert(b, DT_F32, dst, p->out.dtype, (size_t)wide);
+	if (p->w.use == USE_GATED)
+		gated(b, p->out.rows, p->w.rows);
 	for (int64_t i = 0; i < n; i++) {
 		off += (double)(a[i] - b[i]) * (double)(a[i] - b[i]);
 		all += (double)b[i] * (double)b[i];
@@ -191,14 +210,14 @@ static int one_product(struct rig *r, struct list *l, const struct shape *s, enu
 	if (!xs || !ws || !dst)
 		goto out;
 	p.x = on_device(r, in, M, K, e);
-	p.out = p.x.p ? on_device(r, out, M, N, e) : (struct tensor){ 0 };
+	p.out = p.x.p ? on_device(r, out, M, s->w.use == USE_GATED ? N / 2 : N, e) : p.x;
 	if (!p.out.p || rig_weight(r, &p.w, w, e))
 		goto out;
 	r->dev.be->upload(&r->dev, p.x, xs);
 	p.y = yardstick_new(in, out, M, N, K, xs, ws, dst, r->dev.threads, e);
-	snprintf(name, sizeof name, "%s, %s to %s, %lld x %lld x %lld", s->name,
-		 dtype_recipe_name(in), dtype_recipe_name(out), (long long)M, (long long)N,
-		 (long long)K);
+	snprintf(name, sizeof name, "%s%s, %s to %s, %lld x %lld x %lld", s->name,
+		 s->w.use == USE_GATED ? " with silu" : "", dtype_recipe_name(in),
+		 dtype_recipe_name(out), (long long)M, (long long)N, (long long)K);
 	if (!p.y ||
 	    contest_run(&(struct contest){ our_product, their_product, &p }, (int)r->o->repeats, &o,
 			e) ||
