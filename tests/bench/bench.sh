@@ -200,9 +200,18 @@ loop() {
 
 # ---- the reference -----------------------------------------------------------------------------------------------------
 
+# What the reference is, or nothing.
+versions() {
+	[ -n "$REFERENCE_PYTHON" ] && "$REFERENCE_PYTHON" - nemo-automodel torch transformers <<-'END' 2>/dev/null
+	import sys
+	from importlib.metadata import version
+	print(", ".join(f"{name} {version(name)}" for name in sys.argv[1:]))
+	END
+}
+
 # reference MODEL LAYERS: starts the server; false, and a word about it, where there is none
 reference() {
-	if ! "${REFERENCE_PYTHON:-:}" -c 'import nemo_automodel' 2>/dev/null || [ -z "$REFERENCE_PYTHON" ]; then
+	if [ -z "$(versions)" ]; then
 		say "$part: skipped, REFERENCE_PYTHON names no Python with nemo-automodel"
 		printf '{"part":"%s","skipped":"no reference"}\n' "$part" >>"$work/results"
 		return 1
@@ -490,8 +499,9 @@ machine() {
 		"$(sed -n 's/^model name.*: //p;T;q' /proc/cpuinfo)" "$(flags)" "${ONEDNN_MAX_CPU_ISA-}"
 	printf ',"cores":%s,"threads":%s,"memory_mb":%s,"kernel":"%s"' "$(getconf _NPROCESSORS_ONLN)" "$OMP_NUM_THREADS" \
 		"$(awk '/MemTotal/ { print int($2 / 1024) }' /proc/meminfo)" "$(uname -sr)"
-	printf ',"dspark":"%s","small":"%s","date":"%s","load":%s}\n' "$(dspark-plan --version | sed -n '1s/.* //p')" \
-		"${BENCH_SMALL-}" "$(date -u +%Y-%m-%dT%H:%M:%SZ)" "$(load)"
+	printf ',"dspark":"%s","onednn":"%s","reference":"%s"' "$(dspark-plan --version | sed -n '1s/.* //p')" \
+		"$("$kernels" onednn)" "$(versions)"
+	printf ',"small":"%s","date":"%s","load":%s}\n' "${BENCH_SMALL-}" "$(date -u +%Y-%m-%dT%H:%M:%SZ)" "$(load)"
 }
 
 # The last results of other parts stay in the file.
@@ -512,7 +522,11 @@ table() {
 		return s
 	}
 	/"skipped"/ { printf "%-9s skipped: %s\n", get("part"), get("skipped"); next }
-	/"part":"machine"/ { printf "%s, %s cores, %s threads, %s\n", get("cpu"), get("cores"), get("threads"), get("isa"); next }
+	/"part":"machine"/ {
+		printf "%s, %s cores, %s threads, %s\n", get("cpu"), get("cores"), get("threads"), get("isa")
+		printf "oneDNN %s; %s; load %s\n", get("onednn"), get("reference"), get("load")
+		next
+	}
 	{
 		verdict = get("bound")
 		if (verdict != "") verdict = verdict " " get("target") ": " (get("holds") == "true" ? "holds" : "MISSED")

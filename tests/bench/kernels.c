@@ -3,20 +3,24 @@
 #ifdef HAVE_CONFIG_H
 #include <config.h>
 #endif
+#include <stdio.h>
 #include <string.h>
 #include <unistd.h>
 
 #include "cli.h"
 #include "rig.h"
+#include "yardstick.h"
 
 static const char usage[] =
 "usage: kernels profile  [-d DTYPE] [-s LENGTH] [-r ROWS] [-l LAYERS] [-n REPEATS] CONFIG\n"
 "       kernels products [-d DTYPE] [-m TOKENS] [-n PAIRS] CONFIG\n"
 "       kernels pack     [-d DTYPE] [-l LAYERS] [-n REPEATS] CONFIG\n"
+"       kernels onednn\n"
 "\n"
 "profile runs the forward of a random target of this config.json over rows of one length and\n"
 "says where the time goes; products runs each of its products beside oneDNN's own, packed, with\n"
-"the same threads; pack fills all weights from memory. JSON lines, on a terminal a table.\n"
+"the same threads; pack fills all weights from memory; onednn tells its version. JSON lines, on\n"
+"a terminal a table.\n"
 "\n"
 "  -d DTYPE      fp32 (default) or bf16\n"
 "  -s LENGTH     tokens of a row (512)\n"
@@ -74,6 +78,11 @@ static int parse(struct cli *cli, struct rig_options *o, int *command, int argc,
 		}
 		if (cli->done)
 			return 0;
+	}
+	if (argc - optind == 1 && !strcmp(argv[optind], "onednn")) {
+		puts(yardstick_version());
+		cli->done = true;
+		return 0;
 	}
 	if (argc - optind != 2)
 		return err_usage(e, "give profile, products or pack, and one config.json");
