@@ -7,6 +7,7 @@
 #include <config.h>
 #endif
 
+#include <fcntl.h>
 #include <inttypes.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -423,4 +424,20 @@ int stage_read(struct stage *s, const struct entry *t, void *buf, uint64_t off, 
 	if (file_pread(fd, s->file[t->file], buf, n, t->begin + off, e))
 		return -1;
 	return s->form == STAGE_COPY && n == total ? check_hash(s, t, buf, n, e) : 0;
+}
+
+void stage_ahead(struct stage *s, const struct entry *t, uint64_t off, uint64_t n)
+{
+	const struct stage_place *place = &s->state->index.place[t - s->entry];
+	uint64_t total = stage_bytes(t), begin = t->begin + off;
+	struct err none = ERR_INIT;
+	int fd;
+
+	if (!n || off > total || n > total - off || (fd = file_of(s, t->file, &none)) < 0)
+		return;
+	if (s->form == STAGE_LZ4) {
+		begin = place->block[off / PACK_BLOCK];
+		n = place->block[(off + n - 1) / PACK_BLOCK + 1] - begin;
+	}
+	posix_fadvise(fd, (off_t)begin, (off_t)n, POSIX_FADV_WILLNEED);
 }

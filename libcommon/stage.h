@@ -136,4 +136,7 @@ uint64_t stage_bytes(const struct entry *t);
 int stage_read(struct stage *s, const struct entry *entry, void *buf, uint64_t off, uint64_t n,
 	       struct err *e);
 
+/* These bytes will be read soon: the kernel may fetch them meanwhile. */
+void stage_ahead(struct stage *s, const struct entry *entry, uint64_t off, uint64_t n);
+
 #endif

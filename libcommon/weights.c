@@ -3,9 +3,9 @@
  * Binding and filling. After weights_open no name is looked up again: every bound weight knows its
  * sources as stage entries.
  *
- * A weight is filled in slices of about 8 MiB of rows. A few threads share the slices of a weight:
- * reading (page cache or disk) and converting take turns on one core each, and a whole model is
- * read at the speed of the machine, not of one core.
+ * A unit is filled in slices of rows that stay in a core's cache between reading and converting.
+ * All threads share the slices of all its weights, so that a model of small weights too is read,
+ * widened and packed by every core; what the next layer needs is asked of the disk meanwhile.
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
@@ -19,8 +19,10 @@
 #include "mem.h"
 #include "weights.h"
 
-#define SLICE_BYTES (8u << 20)
-#define FILL_THREADS_MAX 8
+#define SLICE_BYTES (1u << 20)
+#define SLICE_LZ4 (8u << 20)	/* its first and last block may be unpacked twice */
+#define FILL_THREADS_MAX 64
+#define AHEAD_BYTES (256u << 20)
 
 struct bound {
 	struct weight *field;
@@ -107,47 +109,57 @@ void weights_release(struct weights *w)
 
 /* ---- filling --------------------------------------------------------------------------------- */
 
-/* The slices of one weight, handed out to threads one after another. */
+/* The slices of a unit's weights, handed out to threads one after another. */
 struct filler {
 	struct weights *w;
-	struct bound *b;
+	struct bound **todo;		/* [n] */
+	size_t n;
 	pthread_mutex_t lock;
-	size_t source;			/* the next slice: source and its first row */
+	size_t at, source;		/* the next slice: weight, source and its first row */
 	int64_t row;
 	uint64_t read;
 	struct err err;
 };
 
 struct slice {
+	const struct bound *b;
 	const struct weight_source *src;
 	int64_t row0, rows;		/* within the source */
 };
 
-static int64_t slice_rows(const struct weight_source *src, int64_t cols)
+static int64_t slice_rows(const struct weights *w, const struct weight_source *src, int64_t cols)
 {
-	int64_t row = cols * (int64_t)dtype_size(src->entry->dtype), n = SLICE_BYTES / row;
+	int64_t row = cols * (int64_t)dtype_size(src->entry->dtype);
+	int64_t n = (w->stage->form == STAGE_LZ4 ? SLICE_LZ4 : SLICE_BYTES) / row;
 
 	return n < 1 ? 1 : n;
 }
 
+static void take_slice(struct filler *f, struct slice *out)
+{
+	const struct bound *b = f->todo[f->at];
+	const struct weight_source *src = &b->source[f->source];
+	int64_t n = slice_rows(f->w, src, b->field->cols), left = src->rows - f->row;
+
+	*out = (struct slice){ b, src, f->row, n < left ? n : left };
+	f->row += out->rows;
+	if (f->row < src->rows)
+		return;
+	f->row = 0;
+	if (++f->source < b->nsources)
+		return;
+	f->source = 0;
+	f->at++;
+}
+
 static bool next_slice(struct filler *f, struct slice *out)
 {
-	bool more = false;
+	bool more;
 
 	pthread_mutex_lock(&f->lock);
-	if (!f->err.code && f->source < f->b->nsources) {
-		out->src = &f->b->source[f->source];
-		out->row0 = f->row;
-		out->rows = slice_rows(out->src, f->b->field->cols);
-		if (out->rows > out->src->rows - f->row)
-			out->rows = out->src->rows - f->row;
-		f->row += out->rows;
-		if (f->row >= out->src->rows) {
-			f->source++;
-			f->row = 0;
-		}
-		more = true;
-	}
+	more = !f->err.code && f->at < f->n;
+	if (more)
+		take_slice(f, out);
 	pthread_mutex_unlock(&f->lock);
 	return more;
 }
@@ -156,12 +168,12 @@ static int fill_slice(struct filler *f, const struct slice *s, void *buf, struct
 {
 	struct weights *w = f->w;
 	const struct entry *t = s->src->entry;
-	uint64_t row = (uint64_t)f->b->field->cols * dtype_size(t->dtype);
+	uint64_t row = (uint64_t)s->b->field->cols * dtype_size(t->dtype);
 	uint64_t off = (uint64_t)(s->src->from + s->row0 - t->row0) * row;
 
 	if (stage_read(w->stage, t, buf, off, (uint64_t)s->rows * row, e))
 		return -1;
-	return w->dev->be->weight_fill(w->dev, f->b->field, s->src->index, s->src->row0 + s->row0,
+	return w->dev->be->weight_fill(w->dev, s->b->field, s->src->index, s->src->row0 + s->row0,
 				       s->rows, buf, t->dtype, NULL, e);
 }
 
@@ -176,7 +188,7 @@ static void *fill_thread(void *arg)
 
 	while (!e.code && next_slice(f, &s)) {
 		size_t bytes =
-			(size_t)(s.rows * f->b->field->cols) * dtype_size(s.src->entry->dtype);
+			(size_t)(s.rows * s.b->field->cols) * dtype_size(s.src->entry->dtype);
 
 		if (bytes > cap) {
 			free(buf);
@@ -205,44 +217,94 @@ static uint64_t stored_bytes(const struct bound *b)
 	return n;
 }
 
-static int fill(struct weights *w, struct bound *b, struct err *e)
+/* This thread is the last of them; fewer than wanted are slower, not wrong. */
+static int fill(struct filler *f, struct err *e)
 {
-	struct filler f = { .w = w, .b = b, .lock = PTHREAD_MUTEX_INITIALIZER };
 	pthread_t thread[FILL_THREADS_MAX];
-	int want = w->dev->threads, n = 0;
-	uint64_t slices = stored_bytes(b) / SLICE_BYTES;
+	int want = f->w->dev->threads, n = 0;
+	uint64_t bytes = 0;
 
-	if (b->data)
-		return w->dev->be->weight_fill(w->dev, b->field, 0, 0, b->field->rows, b->data,
-					       b->field->stored, NULL, e);
+	for (size_t i = 0; i < f->n; i++)
+		bytes += stored_bytes(f->todo[i]);
 	if (want > FILL_THREADS_MAX)
 		want = FILL_THREADS_MAX;
-	/* this thread is the last of them; fewer are slower, not wrong */
-	for (; n < want - 1 && (uint64_t)n < slices; n++)
-		if (pthread_create(&thread[n], NULL, fill_thread, &f))
+	for (; n < want - 1 && (uint64_t)n < bytes / SLICE_BYTES; n++)
+		if (pthread_create(&thread[n], NULL, fill_thread, f))
 			break;
-	fill_thread(&f);
+	fill_thread(f);
 	while (n > 0)
 		pthread_join(thread[--n], NULL);
-	w->read += f.read;
-	if (f.err.code && !e->code)
-		*e = f.err;
-	return f.err.code ? -1 : 0;
+	f->w->read += f->read;
+	if (f->err.code && !e->code)
+		*e = f->err;
+	return f->err.code ? -1 : 0;
 }
 
-static int load(struct weights *w, struct bound *b, struct err *e)
+/* Room for a weight; true where it is to be filled from the stage. */
+static bool begin(struct weights *w, struct bound *b, struct err *e)
 {
 	const struct backend *be = w->dev->be;
 
-	if (!b->field->count)
-		return 0;
 	if (be->weight_alloc(w->dev, b->field, e))
-		return -1;
+		return false;
 	b->present = true;
-	if (fill(w, b, e) || be->weight_ready(w->dev, b->field, e))
-		return -1;
-	w->bytes += weight_bytes(b->field, w->dev->compute);
-	return 0;
+	if (b->data)
+		be->weight_fill(w->dev, b->field, 0, 0, b->field->rows, b->data, b->field->stored,
+				NULL, e);
+	return !b->data;
+}
+
+static bool belongs(const struct bound *b, enum unit_kind kind, int layer)
+{
+	return b->unit == kind && b->layer == layer && !b->present && b->field->count;
+}
+
+static int load(struct weights *w, enum unit_kind kind, int layer, struct err *e)
+{
+	struct filler f = { .w = w, .lock = PTHREAD_MUTEX_INITIALIZER };
+	struct bound **all = mem_calloc(w->n, 2 * sizeof *all, e);
+	size_t n = 0;
+	int rc = -1;
+
+	f.todo = all ? all + w->n : NULL;
+	for (size_t i = 0; all && i < w->n; i++)
+		if (belongs(&w->bound[i], kind, layer))
+			all[n++] = &w->bound[i];
+	for (size_t i = 0; i < n && !e->code; i++)
+		if (begin(w, all[i], e) && all[i]->nsources)
+			f.todo[f.n++] = all[i];
+	if (!all || e->code || fill(&f, e))
+		goto out;
+	for (size_t i = 0; i < n; i++) {
+		if (w->dev->be->weight_ready(w->dev, all[i]->field, e))
+			goto out;
+		w->bytes += weight_bytes(all[i]->field, w->dev->compute);
+	}
+	rc = 0;
+out:
+	free(all);
+	return rc;
+}
+
+/* What the next layer needs starts on its way from the disk, as far as that is worth its memory. */
+static void ask_ahead(struct weights *w, int layer)
+{
+	uint64_t left = AHEAD_BYTES;
+
+	for (size_t i = 0; i < w->n && left; i++) {
+		const struct bound *b = &w->bound[i];
+
+		for (size_t k = 0; b->layer == layer && !b->present && k < b->nsources; k++) {
+			const struct weight_source *src = &b->source[k];
+			uint64_t row = (uint64_t)b->field->cols * dtype_size(src->entry->dtype);
+			uint64_t n = (uint64_t)src->rows * row;
+
+			n = n < left ? n : left;
+			stage_ahead(w->stage, src->entry,
+				    (uint64_t)(src->from - src->entry->row0) * row, n);
+			left -= n;
+		}
+	}
 }
 
 int weights_acquire(struct weights *w, enum unit_kind kind, int layer, struct err *e)
@@ -250,12 +312,12 @@ int weights_acquire(struct weights *w, enum unit_kind kind, int layer, struct er
 	double start = log_seconds();
 	int rc = 0;
 
-	for (size_t i = 0; i < w->n && !rc; i++) {
-		struct bound *b = &w->bound[i];
-
-		if (b->unit == kind && b->layer == layer && !b->present)
-			rc = load(w, b, e);
-	}
+	for (size_t i = 0; i < w->n; i++)
+		if (belongs(&w->bound[i], kind, layer)) {
+			rc = load(w, kind, layer, e);
+			ask_ahead(w, layer + 1);
+			break;
+		}
 	w->seconds += log_seconds() - start;
 	return rc;
 }

@@ -11,6 +11,8 @@
 #include "cpu.h"
 #include "mem.h"
 
+#define SPARE_MOST ((size_t)64 << 20)
+
 /*
  * The cores this process may use. Ranks of a host share them, unless the launcher has bound each to
  * cores of its own: it is not bound itself, and tells by that what there is to share.
@@ -132,15 +134,20 @@ bool cpu_own(struct device *d, size_t bytes)
 	return true;
 }
 
+/* The smallest that suffices: what is large waits for who needs it. */
 void *cpu_take_spare(struct cpu *c, size_t bytes, struct err *e)
 {
-	struct spare **at, *s;
+	struct spare **best = NULL, *s = NULL;
 
 	pthread_mutex_lock(&c->lock);
-	for (at = &c->spare; (s = *at) && s->bytes < bytes; at = &s->next)
-		;
-	if (s)
-		*at = s->next;
+	for (struct spare **at = &c->spare; *at; at = &(*at)->next)
+		if ((*at)->bytes >= bytes && (!best || (*at)->bytes < (*best)->bytes))
+			best = at;
+	if (best) {
+		s = *best;
+		*best = s->next;
+		c->spare_bytes -= s->bytes;
+	}
 	pthread_mutex_unlock(&c->lock);
 	if (!s) {
 		s = mem_aligned(64 + bytes, e);
@@ -154,13 +161,20 @@ void *cpu_take_spare(struct cpu *c, size_t bytes, struct err *e)
 void cpu_give_spare(struct cpu *c, void *p)
 {
 	struct spare *s = p ? (struct spare *)((char *)p - 64) : NULL;
+	bool keep;
 
 	if (!s)
 		return;
 	pthread_mutex_lock(&c->lock);
-	s->next = c->spare;
-	c->spare = s;
+	keep = c->spare_bytes + s->bytes <= SPARE_MOST;
+	if (keep) {
+		s->next = c->spare;
+		c->spare = s;
+		c->spare_bytes += s->bytes;
+	}
 	pthread_mutex_unlock(&c->lock);
+	if (!keep)
+		free(s);
 }
 
 const struct backend backend_cpu = { .name = "cpu", .open = cpu_open, .close = cpu_close };

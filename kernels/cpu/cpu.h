@@ -47,8 +47,9 @@ struct cpu {
 	int threads;
 	struct room shared;
 	struct room *own;	/* [threads] */
-	pthread_mutex_t lock;	/* of spare */
+	pthread_mutex_t lock;	/* of the next two */
 	struct spare *spare;
+	size_t spare_bytes;
 };
 
 /* Rows of a panel that wait for the rest of it. */
@@ -125,7 +126,8 @@ bool cpu_own(struct device *d, size_t bytes);
 
 /*
  * At least `bytes` for the time between two panels that are packed, from those given back if they
- * suffice: new pages for every panel would cost as much as the packing. Thread-safe.
+ * suffice: new pages for every panel would cost as much as the packing. Thread-safe; some MiB
+ * stay.
  */
 void *cpu_take_spare(struct cpu *c, size_t bytes, struct err *e);
 void cpu_give_spare(struct cpu *c, void *p);	/* may be NULL */
