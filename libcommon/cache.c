@@ -22,6 +22,7 @@
 #include "file.h"
 #include "json.h"
 #include "mem.h"
+#include "parallel.h"
 #include "text.h"
 #include "vouch.h"
 
@@ -126,19 +127,35 @@ int cache_each_shard(const char *dir, int (*visit)(void *ctx, int64_t shard, str
 	return rc;
 }
 
+/* Shards are looked at by several threads: on a network file system each look is a round trip. */
+#define LOOKERS 16
+
 struct done_walk {
 	const char *dir, *identity;
 	const struct geometry *g;
 	bool *done; /* [shards], NULL = only count */
-	int64_t shards, count, strangers;
+	int64_t shards;
+	int64_t *found; /* [n] by name */
+	size_t n, cap;
+	_Atomic int64_t count, strangers;
 };
 
-static int look_done(void *ctx, int64_t shard, struct err *e)
+static int collect(void *ctx, int64_t shard, struct err *e)
 {
 	struct done_walk *k = ctx;
+
+	if (mem_grow(&k->found, &k->cap, k->n + 1, sizeof *k->found, e))
+		return -1;
+	k->found[k->n++] = shard;
+	return 0;
+}
+
+static int look_done(void *ctx, int64_t i, struct err *e)
+{
+	struct done_walk *k = ctx;
+	int64_t shard = k->found[i], n;
 	char *path = shard_path(k->dir, shard, e);
 	bool done = false;
-	int64_t n;
 
 	if (!path)
 		return -1;
@@ -155,6 +172,16 @@ static int look_done(void *ctx, int64_t shard, struct err *e)
 	return 0;
 }
 
+static int walk_done(struct done_walk *k, struct err *e)
+{
+	int rc = cache_each_shard(k->dir, collect, k, e);
+
+	if (!rc)
+		rc = parallel_each((int64_t)k->n, k->n < LOOKERS ? 1 : LOOKERS, look_done, k, e);
+	free(k->found);
+	return rc;
+}
+
 int cache_done(const char *dir, const struct geometry *g, const char *identity, bool *done,
 	       int64_t *count, struct err *e)
 {
@@ -164,7 +191,7 @@ int cache_done(const char *dir, const struct geometry *g, const char *identity, 
 
 	memset(done, 0, (size_t)k.shards * sizeof *done);
 	*count = 0;
-	if (cache_each_shard(dir, look_done, &k, e))
+	if (walk_done(&k, e))
 		return -1;
 	*count = k.count;
 	return 0;
@@ -202,7 +229,7 @@ static int refuse_strangers(const char *dir, const struct geometry *g, const cha
 		.dir = dir, .identity = identity, .g = g, .shards = geometry_shards(g)
 	};
 
-	if (cache_each_shard(dir, look_done, &k, e))
+	if (walk_done(&k, e))
 		return -1;
 	if (k.strangers)
 		return err_refuse(e,
