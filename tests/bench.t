@@ -50,7 +50,7 @@ fi
 bench() {
 	BENCH_SMALL=1 PAIRS=1 BENCH_DIR=$tmp/bench sh "$top_srcdir/tests/bench/bench.sh" start >out || return
 	grep '^{"part":"start"' bench/bench.json >lines
-	numbers lines 4 && [ "$(grep -c '^start ' out)" -eq 4 ]
+	numbers lines 6 && [ "$(grep -c '^start ' out)" -eq 6 ]
 }
 if need_python "bench.sh" numpy,xxhash; then
 	check "bench.sh" bench
