@@ -20,7 +20,11 @@
 #include "weights.h"
 
 #define SLICE_BYTES (1u << 20)
-#define SLICE_LZ4 (8u << 20)	/* its first and last block may be unpacked twice */
+/*
+ * Of a copy: a tensor read whole is held against its hash, and the first and last LZ4 block of a
+ * slice may be unpacked twice.
+ */
+#define SLICE_COPY (8u << 20)
 #define FILL_THREADS_MAX 64
 #define AHEAD_BYTES (256u << 20)
 
@@ -130,7 +134,7 @@ struct slice {
 static int64_t slice_rows(const struct weights *w, const struct weight_source *src, int64_t cols)
 {
 	int64_t row = cols * (int64_t)dtype_size(src->entry->dtype);
-	int64_t n = (w->stage->form == STAGE_LZ4 ? SLICE_LZ4 : SLICE_BYTES) / row;
+	int64_t n = (w->stage->form == STAGE_REFERENCE ? SLICE_BYTES : SLICE_COPY) / row;
 
 	return n < 1 ? 1 : n;
 }
