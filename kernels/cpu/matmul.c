@@ -52,10 +52,13 @@ void cpu_tile_row(const struct packed *w, char *tile, int64_t row, const void *s
 	for (int64_t c = 0; c < w->K; c += w->block) {
 		int64_t width = w->K - c < w->block ? w->K - c : w->block,
 			m = n - c < width ? n - c : width;
+		char *dst = tile + (size_t)(c * TILE + row * width) * size;
 
-		operands(w, tile + (size_t)(c * TILE + row * width) * size,
-			 (const char *)src + (size_t)c * dtype_size(from), from, m < 0 ? 0 : m,
-			 width);
+		if (m > 0)
+			operands(w, dst, (const char *)src + (size_t)c * dtype_size(from), from, m,
+				 width);
+		else
+			memset(dst, 0, (size_t)width * size);
 	}
 }
 
