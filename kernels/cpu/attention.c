@@ -471,12 +471,14 @@ void cpu_attention(struct device *d, struct tensor out, struct tensor q, struct 
 			 .piece = pieces };
 	enum dtype operand = c->bf16 ? d->compute : DT_F32;
 	struct product qk = { .operand = operand,
+			      .result = DT_F32,
 			      .M = ROWS,
 			      .N = BLOCK,
 			      .K = round_up(a->width, PAD),
 			      .ld = round_up(a->width, PAD),
 			      .order = ORDER_NK },
 		       pv = { .operand = operand,
+			      .result = DT_F32,
 			      .M = ROWS,
 			      .N = round_up(a->value_width, PAD),
 			      .K = BLOCK,

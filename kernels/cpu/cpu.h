@@ -22,12 +22,17 @@
 #include "onednn.h"
 #include "ref/ref.h"
 
-/* Rows of a tile: with it a product's bits are fixed (numerics number of the identity). */
-#define TILE 64
+/*
+ * Rows of a tile of matmul and of experts: with them a product's bits are fixed (numerics number of
+ * the identity). Small ones waste less on experts with few rows.
+ */
+enum tile_kind { TILE_LARGE, TILE_SMALL, TILE_KINDS };
+#define TILE_ROWS(kind) ((kind) == TILE_LARGE ? 128 : 64)
+
 #define PANEL_MOST 256	/* most rows of a weight in a panel */
-#define PANEL_BYTES (256 << 10)	/* of a block of a panel, about: leaves room for rows in the cache */
+#define PANEL_BYTES (512 << 10)	/* of a block of a panel, about: leaves room for rows in the cache */
 #define BLOCK_MOST(size) ((size) == 2 ? 4096 : 3072)	/* most of K in a block */
-#define GROUP_BYTES (768 << 10)	/* of a block of the rows that meet a panel one after the other, about */
+#define GROUP_BYTES (1 << 20)	/* of a block of the rows that meet a panel one after the other, about */
 
 /* Memory that grows and stays. */
 struct room {
@@ -71,7 +76,10 @@ struct packed {
 	size_t panel_bytes, matrix_bytes;	/* of a full panel and of a matrix, as kept */
 	size_t expanded;	/* bytes of a full panel as operand where kept != operand, else 0 */
 	size_t scratch;		/* most that a product needs */
-	const struct product *product[2][BLOCK_KINDS];	/* of full panels, of the last */
+	/* for both kinds of tiles, of full panels and of the last; all read the same layout */
+	const struct product *product[TILE_KINDS][2][BLOCK_KINDS];
+	/* of large tiles to BF16, where K is one block and the weight is not gated; else NULL */
+	const struct product *rounding[2];
 	pthread_mutex_t lock;	/* of staging */
 	struct staging *staging;	/* [count * panels], NULL once ready */
 	char *data;
@@ -80,14 +88,19 @@ struct packed {
 /* What a thread needs to multiply: calls and memory, which is part of its own room. */
 struct bench {
 	const struct packed *w;
+	enum tile_kind kind;
+	bool rounds;		/* sums are BF16: w has `rounding` */
 	struct call call[2][BLOCK_KINDS];
-	float *sums;		/* [tiles, TILE, width] */
+	float *sums;		/* [tiles, rows, width] */
 	char *expanded, *scratch;
 	const char *holds;	/* the panel that `expanded` holds, NULL = none */
 };
 
-/* A tile of a group has met all of a panel: sums [TILE, width of the panel], free to be changed. */
-typedef void tile_done(void *ctx, int64_t tile, int64_t panel, float *sums);
+/*
+ * A tile of a group has met all of a panel: sums [rows, width of the panel], F32, or BF16 if the
+ * bench rounds; free to be changed.
+ */
+typedef void tile_done(void *ctx, int64_t tile, int64_t panel, void *sums);
 
 static inline struct cpu *cpu_of(const struct device *d)
 {
@@ -177,21 +190,21 @@ void cpu_weight_free(struct device *d, struct weight *w);
 
 /*
  * Products (matmul.c). K operands from n numbers, zeros behind them; the same as row `row` of a
- * tile; n operands of it from column c0 on; how many tiles make a group; the bytes of a bench for groups of so many; a bench laid out
- * at p, to be ended in the same parallel region; `tiles` tiles that lie one behind the other x
- * panel of matrix `index`, `done` called for each.
+ * tile; n operands of it from column c0 on; how many tiles make a group; the bytes of a bench for
+ * groups of so many; a bench laid out at p, to be ended in the same parallel region; `tiles` tiles
+ * that lie one behind the other x panel of matrix `index`, `done` called for each.
  *
- * A tile of operands lies as the blocks of K do, [blocks][TILE, block]: with one block as [TILE, K].
+ * A tile of operands lies as the blocks of K do, [blocks][rows, block]: with one block as [rows, K].
  */
 void cpu_operand_row(const struct packed *w, void *dst, const void *src, enum dtype from,
 		     int64_t n);
-void cpu_tile_row(const struct packed *w, char *tile, int64_t row, const void *src, enum dtype from,
-		  int64_t n);
-void cpu_tile_columns(const struct packed *w, char *tile, int64_t row, int64_t c0, const float *src,
-		      int64_t n);
-int64_t cpu_group(const struct packed *w);
-size_t cpu_bench_bytes(const struct packed *w, int64_t tiles);
-struct bench cpu_bench(const struct packed *w, int64_t tiles, char *p);
+void cpu_tile_row(const struct packed *w, enum tile_kind kind, char *tile, int64_t row,
+		  const void *src, enum dtype from, int64_t n);
+void cpu_tile_columns(const struct packed *w, enum tile_kind kind, char *tile, int64_t row,
+		      int64_t c0, const float *src, int64_t n);
+int64_t cpu_group(const struct packed *w, enum tile_kind kind);
+size_t cpu_bench_bytes(const struct packed *w, enum tile_kind kind, int64_t tiles);
+struct bench cpu_bench(const struct packed *w, enum tile_kind kind, int64_t tiles, char *p);
 void cpu_bench_end(struct bench *b);
 int cpu_panel(struct bench *b, int64_t index, int64_t panel, const void *rows, int64_t tiles,
 	      tile_done *done, void *ctx, struct err *e);
@@ -204,7 +217,7 @@ static inline enum block_kind cpu_block_kind(const struct packed *w, int64_t k)
 /* Of block k of a full panel, or of the last, in the operand dtype. */
 static inline size_t cpu_block_bytes(const struct packed *w, bool last, int64_t k)
 {
-	return w->product[last][cpu_block_kind(w, k)]->packed_bytes;
+	return w->product[TILE_LARGE][last][cpu_block_kind(w, k)]->packed_bytes;
 }
 
 static inline int64_t cpu_panel_width(const struct packed *w, int64_t panel)

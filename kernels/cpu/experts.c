@@ -20,6 +20,7 @@
 #include "mem.h"
 #include "number.h"
 
+#define TILE TILE_ROWS(TILE_SMALL)
 #define TILES 16	/* of a block, at least */
 
 struct tile {
@@ -99,7 +100,7 @@ static void gather_row(const struct job *j, int64_t tile, int64_t i, char *dst)
 {
 	int64_t slot = slot_of(j, tile, i);
 
-	cpu_tile_row(j->gate_up, dst, i, slot < 0 ? NULL : ref_at(j->x, slot / j->ids.cols, 0),
+	cpu_tile_row(j->gate_up, TILE_SMALL, dst, i, slot < 0 ? NULL : ref_at(j->x, slot / j->ids.cols, 0),
 		     j->x.dtype, slot < 0 ? 0 : j->x.cols);
 }
 
@@ -128,7 +129,7 @@ struct group {
 };
 
 /* Columns of the activation, with the slot's weight unless that comes later, as operands of down. */
-static void activate(void *ctx, int64_t tile, int64_t panel, float *sums)
+static void activate(void *ctx, int64_t tile, int64_t panel, void *tile_sums)
 {
 	const struct group *g = ctx;
 	const struct job *j = g->j;
@@ -136,7 +137,7 @@ static void activate(void *ctx, int64_t tile, int64_t panel, float *sums)
 	int64_t pitch = cpu_panel_width(up, panel), half = pitch / 2, c0 = panel * up->width / 2,
 		n = down->K - c0 < half ? down->K - c0 : half;
 	char *to = j->act + (size_t)((g->first + tile) * TILE * down->K) * dtype_size(down->operand);
-	float a[PANEL_MOST];
+	float a[PANEL_MOST], *sums = tile_sums;
 
 	/* gate and up are padded to half as much as K of down */
 	if (panel == up->panels - 1 && c0 + n < down->K)
@@ -150,11 +151,11 @@ static void activate(void *ctx, int64_t tile, int64_t panel, float *sums)
 		cpu_act_row(a, sums, sums + half, &j->ex->act, n);
 		for (int64_t c = 0; c < n; c++)
 			a[c] *= weight;
-		cpu_tile_columns(down, to, i, c0, a, panel == up->panels - 1 ? down->K - c0 : n);
+		cpu_tile_columns(down, TILE_SMALL, to, i, c0, a, panel == up->panels - 1 ? down->K - c0 : n);
 	}
 }
 
-static void place(void *ctx, int64_t tile, int64_t panel, float *sums)
+static void place(void *ctx, int64_t tile, int64_t panel, void *sums)
 {
 	const struct group *g = ctx;
 	const struct job *j = g->j;
@@ -163,7 +164,7 @@ static void place(void *ctx, int64_t tile, int64_t panel, float *sums)
 	float *out = j->out + (g->first + tile) * TILE * cols + c0;
 
 	for (int64_t i = 0; i < TILE; i++)
-		memcpy(out + i * cols, sums + i * pitch, (size_t)n * sizeof *out);
+		memcpy(out + i * cols, (float *)sums + i * pitch, (size_t)n * sizeof *out);
 }
 
 /* The block's rows x the weights of each group's expert. Threads take the panels of a group in turn. */
@@ -171,7 +172,7 @@ static void products(const struct job *j, const struct packed *w, int64_t block,
 		     tile_done *done, char *own, struct err *e)
 {
 	size_t pitch = (size_t)(TILE * w->K) * dtype_size(w->operand);
-	struct bench b = cpu_bench(w, j->most, own);
+	struct bench b = cpu_bench(w, TILE_SMALL, j->most, own);
 
 #pragma omp for schedule(dynamic)
 	for (int64_t task = 0; task < j->groups * w->panels; task++) {
@@ -231,8 +232,8 @@ static bool make_room(struct job *j, int64_t n)
 	       a = whole_lines(rows * (size_t)j->gate_up->K * dtype_size(j->gate_up->operand));
 	size_t b = whole_lines(rows * (size_t)j->down->K * dtype_size(j->down->operand));
 	size_t o = whole_lines(rows * (size_t)j->sum.cols * sizeof(float));
-	size_t up = cpu_bench_bytes(j->gate_up, j->most),
-	       down = cpu_bench_bytes(j->down, j->most);
+	size_t up = cpu_bench_bytes(j->gate_up, TILE_SMALL, j->most),
+	       down = cpu_bench_bytes(j->down, TILE_SMALL, j->most);
 
 	if (!cpu_shared(j->d, a + b + o) || !cpu_own(j->d, up > down ? up : down))
 		return false;
@@ -273,8 +274,8 @@ void cpu_experts(struct device *d, struct tensor sum, struct tensor x, struct te
 	j.tile = mem_calloc((size_t)(slots / TILE + ex->count), sizeof *j.tile, &d->err);
 	start = mem_calloc((size_t)ex->count + 1, sizeof *start, &d->err);
 	j.group = mem_calloc((size_t)(slots / TILE + ex->count) + 1, sizeof *j.group, &d->err);
-	j.most = cpu_group(j.gate_up) < cpu_group(j.down) ? cpu_group(j.gate_up)
-							  : cpu_group(j.down);
+	j.most = cpu_group(j.gate_up, TILE_SMALL) < cpu_group(j.down, TILE_SMALL) ? cpu_group(j.gate_up, TILE_SMALL)
+							  : cpu_group(j.down, TILE_SMALL);
 	if (ref_good(d)) {
 		sort_slots(&j, start);
 		block = block > TILES ? block : TILES;

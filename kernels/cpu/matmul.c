@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Matrix products as groups of tiles of TILE rows by one panel of the weight. */
+/* Matrix products as groups of tiles of rows by one panel of the weight. */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
 #endif
@@ -44,15 +44,15 @@ void cpu_operand_row(const struct packed *w, void *dst, const void *src, enum dt
 	operands(w, dst, src, from, n, w->K);
 }
 
-void cpu_tile_row(const struct packed *w, char *tile, int64_t row, const void *src, enum dtype from,
-		  int64_t n)
+void cpu_tile_row(const struct packed *w, enum tile_kind kind, char *tile, int64_t row,
+		  const void *src, enum dtype from, int64_t n)
 {
 	size_t size = dtype_size(w->operand);
 
 	for (int64_t c = 0; c < w->K; c += w->block) {
 		int64_t width = w->K - c < w->block ? w->K - c : w->block,
 			m = n - c < width ? n - c : width;
-		char *dst = tile + (size_t)(c * TILE + row * width) * size;
+		char *dst = tile + (size_t)(c * TILE_ROWS(kind) + row * width) * size;
 
 		if (m > 0)
 			operands(w, dst, (const char *)src + (size_t)c * dtype_size(from), from, m,
@@ -62,8 +62,8 @@ void cpu_tile_row(const struct packed *w, char *tile, int64_t row, const void *s
 	}
 }
 
-void cpu_tile_columns(const struct packed *w, char *tile, int64_t row, int64_t c0, const float *src,
-		      int64_t n)
+void cpu_tile_columns(const struct packed *w, enum tile_kind kind, char *tile, int64_t row,
+		      int64_t c0, const float *src, int64_t n)
 {
 	for (int64_t end = c0 + n; c0 < end;) {
 		int64_t first = c0 / w->block * w->block, at = c0 - first,
@@ -71,7 +71,7 @@ void cpu_tile_columns(const struct packed *w, char *tile, int64_t row, int64_t c
 			m = width - at < end - c0 ? width - at : end - c0;
 
 		operands(w,
-			 tile + (size_t)(first * TILE + row * width + at) * dtype_size(w->operand),
+			 tile + (size_t)(first * TILE_ROWS(kind) + row * width + at) * dtype_size(w->operand),
 			 src, DT_F32, m, m);
 		src += m;
 		c0 += m;
@@ -80,31 +80,35 @@ void cpu_tile_columns(const struct packed *w, char *tile, int64_t row, int64_t c
 
 /* ---- a panel --------------------------------------------------------------------------------- */
 
-int64_t cpu_group(const struct packed *w)
+int64_t cpu_group(const struct packed *w, enum tile_kind kind)
 {
-	int64_t n = GROUP_BYTES / (TILE * w->block * (int64_t)dtype_size(w->operand));
+	int64_t n = GROUP_BYTES / (TILE_ROWS(kind) * w->block * (int64_t)dtype_size(w->operand));
 
 	return n < 1 ? 1 : n;
 }
 
 /* Where K is one block, a tile is done before the next begins and one place for sums will do. */
-static size_t sums_bytes(const struct packed *w, int64_t tiles)
+static size_t sums_bytes(const struct packed *w, enum tile_kind kind, int64_t tiles)
 {
-	return whole_lines((size_t)((w->blocks > 1 ? tiles : 1) * TILE * w->width) * sizeof(float));
+	return whole_lines((size_t)((w->blocks > 1 ? tiles : 1) * TILE_ROWS(kind) * w->width) *
+			   sizeof(float));
 }
 
-size_t cpu_bench_bytes(const struct packed *w, int64_t tiles)
+size_t cpu_bench_bytes(const struct packed *w, enum tile_kind kind, int64_t tiles)
 {
-	return sums_bytes(w, tiles) + whole_lines(w->expanded) + whole_lines(w->scratch);
+	return sums_bytes(w, kind, tiles) + whole_lines(w->expanded) + whole_lines(w->scratch);
 }
 
-struct bench cpu_bench(const struct packed *w, int64_t tiles, char *p)
+struct bench cpu_bench(const struct packed *w, enum tile_kind kind, int64_t tiles, char *p)
 {
+	size_t sums = sums_bytes(w, kind, tiles);
+
 	return (struct bench){
 		.w = w,
+		.kind = kind,
 		.sums = (float *)p,
-		.expanded = p + sums_bytes(w, tiles),
-		.scratch = p + sums_bytes(w, tiles) + whole_lines(w->expanded),
+		.expanded = p + sums,
+		.scratch = p + sums + whole_lines(w->expanded),
 	};
 }
 
@@ -138,19 +142,22 @@ int cpu_panel(struct bench *b, int64_t index, int64_t panel, const void *rows, i
 	      tile_done *done, void *ctx, struct err *e)
 {
 	const struct packed *w = b->w;
-	size_t size = dtype_size(w->operand), tile = (size_t)(TILE * w->K) * size;
+	int64_t high = TILE_ROWS(b->kind);
+	size_t size = dtype_size(w->operand), tile = (size_t)(high * w->K) * size;
 	const char *data = panel_operands(b, index, panel);
 	bool last = panel == w->panels - 1;
 
 	for (int64_t k = 0; k < w->blocks; data += cpu_block_bytes(w, last, k++)) {
 		enum block_kind kind = cpu_block_kind(w, k);
 		struct call *c = &b->call[last][kind];
-		const char *src = (const char *)rows + (size_t)(k * w->block * TILE) * size;
+		const char *src = (const char *)rows + (size_t)(k * w->block * high) * size;
 
-		if (!c->product && onednn_begin(c, w->product[last][kind], e))
+		if (!c->product &&
+		    onednn_begin(c, b->rounds ? w->rounding[last]
+					       : w->product[b->kind][last][kind], e))
 			return -1;
 		for (int64_t t = 0; t < tiles; t++, src += tile) {
-			float *sums = b->sums + (w->blocks > 1 ? t * TILE * w->width : 0);
+			float *sums = b->sums + (w->blocks > 1 ? t * high * w->width : 0);
 
 			if (onednn_run(c, sums, src, data, b->scratch, e))
 				return -1;
@@ -163,11 +170,14 @@ int cpu_panel(struct bench *b, int64_t index, int64_t panel, const void *rows, i
 
 /* ---- the verb -------------------------------------------------------------------------------- */
 
+#define TILE TILE_ROWS(TILE_LARGE)
+
 struct job {
 	struct device *d;
 	struct tensor out, x;
 	const struct weight *w, *bias;
 	bool add;
+	bool rounds;		/* the product itself rounds to the dtype of out */
 	const struct act *act;	/* of a gated weight */
 	int64_t whole;		/* leading tiles that are operands as they lie in x */
 };
@@ -187,7 +197,7 @@ static void prepare_row(const struct job *j, int64_t row, int64_t base)
 	char *tile = tile_rows(j, row / TILE, base);
 	bool real = row < j->x.rows;
 
-	cpu_tile_row(packed_of(j->w), tile, row % TILE, real ? ref_at(j->x, row, 0) : NULL,
+	cpu_tile_row(packed_of(j->w), TILE_LARGE, tile, row % TILE, real ? ref_at(j->x, row, 0) : NULL,
 		     j->x.dtype, real ? j->x.cols : 0);
 }
 
@@ -222,7 +232,7 @@ static void finish_row(const struct job *j, void *out, float *restrict sums, con
  * out[rows of the tile, columns of the panel] from the sums, plus bias, plus what is there; or the
  * activation of its gates and ups.
  */
-static void finish(void *ctx, int64_t t, int64_t panel, float *sums)
+static void finish(void *ctx, int64_t t, int64_t panel, void *tile)
 {
 	const struct group *g = ctx;
 	const struct job *j = g->j;
@@ -234,8 +244,11 @@ static void finish(void *ctx, int64_t t, int64_t panel, float *sums)
 		end = row + TILE < j->out.rows ? row + TILE : j->out.rows;
 	const float *bias = j->bias ? ref_vector(j->bias) + c0 : NULL;
 
-	float act[PANEL_MOST];
+	float act[PANEL_MOST], *sums = tile;
+	uint16_t *rounded = tile;
 
+	for (; j->rounds && row < end; row++, rounded += pitch)
+		memcpy(ref_at(j->out, row, c0), rounded, (size_t)n * sizeof *rounded);
 	for (; row < end; row++, sums += pitch) {
 		if (j->act)
 			cpu_act_row(act, sums, sums + wide, j->act, n);
@@ -255,9 +268,10 @@ static void run(const struct job *j, int64_t first, int64_t n, int64_t each)
 
 #pragma omp parallel num_threads(j->d->threads)
 	{
-		struct bench b = cpu_bench(w, each, cpu_of(j->d)->own[omp_get_thread_num()].p);
+		struct bench b = cpu_bench(w, TILE_LARGE, each, cpu_of(j->d)->own[omp_get_thread_num()].p);
 		struct err e = ERR_INIT;
 
+		b.rounds = j->rounds;
 		if (first >= j->whole) {
 #pragma omp for schedule(static)
 			for (int64_t row = first * TILE; row < (first + n) * TILE; row++)
@@ -282,7 +296,7 @@ static void run(const struct job *j, int64_t first, int64_t n, int64_t each)
 static int64_t group_of(const struct job *j, int64_t tiles)
 {
 	const struct packed *w = packed_of(j->w);
-	int64_t most = cpu_group(w), fair = tiles * w->panels / (4 * j->d->threads);
+	int64_t most = cpu_group(w, TILE_LARGE), fair = tiles * w->panels / (4 * j->d->threads);
 
 	return fair < 1 ? 1 : fair < most ? fair : most;
 }
@@ -298,10 +312,12 @@ static void multiply(struct job *j)
 	if (j->x.dtype == p->operand && p->operand == p->rounded && j->x.cols == p->K &&
 	    j->x.ld == p->K && p->blocks == 1)
 		j->whole = j->x.rows / TILE;
+	j->rounds = j->out.dtype == DT_BF16 && !j->bias && !j->add && p->rounding[0] &&
+		    p->rounding[1];
 	each = group_of(j, tiles);
-	batch = d->threads * cpu_group(p);
+	batch = d->threads * cpu_group(p, TILE_LARGE);
 	batch = batch < tiles - j->whole ? batch : tiles - j->whole;
-	if (!cpu_own(d, cpu_bench_bytes(p, each)) ||
+	if (!cpu_own(d, cpu_bench_bytes(p, TILE_LARGE, each)) ||
 	    !cpu_shared(d, (size_t)(batch * TILE * p->K) * dtype_size(p->operand)))
 		return;
 	if (j->whole)

@@ -279,8 +279,12 @@ static int make_run(struct onednn *o, struct entry *x, struct err *e)
 	if (!attr)
 		return -1;
 	if (check(md_strided(&x->src, src, type, src_stride), "describe a matrix", e) ||
-	    check(md_strided(&x->dst, dst, dnnl_f32, dst_stride), "describe a matrix", e) ||
-	    check(md_any(&any, weight, type), "describe a weight", e) ||
+	    check(md_strided(&x->dst, dst, x->p.result == DT_BF16 ? dnnl_bf16 : dnnl_f32,
+			     dst_stride),
+		  "describe a matrix", e) ||
+	    check(x->p.like ? md_copy(&any, ((const struct entry *)x->p.like)->weight)
+			    : md_any(&any, weight, type),
+		  "describe a weight", e) ||
 	    check(matmul_desc(&pd, o->engine, x->src, any, x->dst, attr),
 		  "multiply matrices of these sizes", e))
 		goto out;
@@ -316,9 +320,9 @@ static struct entry *find(struct onednn *o, const struct product *want)
 	struct entry *x;
 
 	for (x = o->list; x; x = x->next)
-		if (x->p.operand == want->operand && x->p.M == want->M && x->p.N == want->N &&
+		if (x->p.operand == want->operand && x->p.result == want->result && x->p.M == want->M && x->p.N == want->N &&
 		    x->p.K == want->K && x->p.ld == want->ld && x->p.order == want->order &&
-		    x->p.add == want->add)
+		    x->p.add == want->add && x->p.like == want->like)
 			break;
 	return x;
 }
@@ -442,7 +446,7 @@ int onednn_begin(struct call *c, const struct product *p, struct err *e)
 	return begin(c, p, md, e);
 }
 
-int onednn_run(struct call *c, float *dst, const void *src, const void *packed, void *scratch,
+int onednn_run(struct call *c, void *dst, const void *src, const void *packed, void *scratch,
 	       struct err *e)
 {
 	static const int kind[4] = { DNNL_ARG_SRC, DNNL_ARG_WEIGHTS, DNNL_ARG_DST,

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * onednn: the only place that knows oneDNN, 2.6 or 3.x. A product is dst[M,N] F32 = src[M,K] w^T
+ * onednn: the only place that knows oneDNN, 2.6 or 3.x. A product is dst[M,N] = src[M,K] w^T
  * with every size fixed, run by the calling thread alone on a weight in oneDNN's own layout.
  * Thread-safe.
  */
@@ -25,10 +25,13 @@ enum order {
 struct product {
 	struct onednn *owner;
 	enum dtype operand;	/* of src and the weight: DT_F32 or DT_BF16 */
+	enum dtype result;	/* of dst: DT_F32, or DT_BF16, rounded once */
 	int64_t M, N, K;
 	int64_t ld;		/* elements from one row of a plain weight in ORDER_NK to the next */
 	enum order order;
 	bool add;		/* dst += instead of dst = */
+	/* use the weight layout of this one (same operand, N, K), NULL = the best for this M */
+	const struct product *like;
 	size_t packed_bytes;	/* of the weight in its layout, a multiple of 64 */
 	size_t scratch_bytes;	/* that run and pack need, 0 = none */
 };
@@ -49,8 +52,8 @@ enum onednn_isa { ONEDNN_AVX2, ONEDNN_AVX512, ONEDNN_BF16 };
 bool onednn_has(enum onednn_isa isa);
 
 /*
- * The product with the sizes, operand, ld, order and add of `want`, made on first use and kept
- * until close. NULL with `e` set.
+ * The product with the fields of `want` from operand to like, made on first use and kept until
+ * close. NULL with `e` set.
  */
 const struct product *onednn_product(struct onednn *o, const struct product *want, struct err *e);
 
@@ -60,7 +63,7 @@ int onednn_pack(const struct product *p, void *packed, const void *src, void *sc
 
 /* One call runs by one thread at a time; end is legal on a call not begun. */
 int onednn_begin(struct call *c, const struct product *p, struct err *e);
-int onednn_run(struct call *c, float *dst, const void *src, const void *packed, void *scratch,
+int onednn_run(struct call *c, void *dst, const void *src, const void *packed, void *scratch,
 	       struct err *e);
 void onednn_end(struct call *c);
 

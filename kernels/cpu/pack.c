@@ -41,28 +41,57 @@ static void set_sizes(struct packed *p, const struct weight *w)
 	p->last = rows - (p->panels - 1) * p->width;
 }
 
+static const struct product *product_of(struct packed *p, struct onednn *o, bool last, int64_t k,
+					int64_t rows, enum dtype result, const struct product *like,
+					struct err *e)
+{
+	int64_t left = p->K - k * p->block;
+	struct product want = { .operand = p->operand,
+				.result = result,
+				.M = rows,
+				.N = last ? p->last : p->width,
+				.K = left < p->block ? left : p->block,
+				.ld = p->K,
+				.order = ORDER_NK,
+				.add = k > 0,
+				.like = like };
+	const struct product *x = onednn_product(o, &want, e);
+
+	if (x && x->scratch_bytes > p->scratch)
+		p->scratch = x->scratch_bytes;
+	return x;
+}
+
+/* Both kinds of tiles read the layout that suits the large one. */
+static int set_block(struct packed *p, struct onednn *o, bool last, int64_t k, struct err *e)
+{
+	const struct product *like = NULL;
+
+	for (int kind = 0; kind < TILE_KINDS; kind++) {
+		const struct product **to = &p->product[kind][last][cpu_block_kind(p, k)];
+
+		if (!*to)
+			*to = product_of(p, o, last, k, TILE_ROWS(kind), DT_F32, like, e);
+		if (!*to)
+			return -1;
+		like = *to;
+	}
+	return 0;
+}
+
 static int set_products(struct packed *p, struct onednn *o, struct err *e)
 {
-	for (int last = 0; last < 2; last++)
-		for (int64_t k = 0; k < p->blocks; k++) {
-			int64_t left = p->K - k * p->block;
-			struct product want = { .operand = p->operand,
-						.M = TILE,
-						.N = last ? p->last : p->width,
-						.K = left < p->block ? left : p->block,
-						.ld = p->K,
-						.order = ORDER_NK,
-						.add = k > 0 };
-			const struct product **to = &p->product[last][cpu_block_kind(p, k)];
-
-			if (*to)
-				continue;
-			*to = onednn_product(o, &want, e);
-			if (!*to)
+	for (int last = 0; last < 2; last++) {
+		for (int64_t k = 0; k < p->blocks; k++)
+			if (set_block(p, o, last, k, e))
 				return -1;
-			if ((*to)->scratch_bytes > p->scratch)
-				p->scratch = (*to)->scratch_bytes;
-		}
+		if (p->operand != DT_BF16 || p->blocks > 1 || p->gated)
+			continue;
+		p->rounding[last] = product_of(p, o, last, 0, TILE_ROWS(TILE_LARGE), DT_BF16,
+					       p->product[TILE_LARGE][last][BLOCK_FIRST], e);
+		if (!p->rounding[last])
+			return -1;
+	}
 	return 0;
 }
 
@@ -159,7 +188,7 @@ static char *panel_data(const struct packed *p, int64_t index, int64_t panel)
 static int pack_block(const struct packed *p, bool last, int64_t k, char *to, const char *rows,
 		      char *packed, char *scratch, struct err *e)
 {
-	const struct product *x = p->product[last][cpu_block_kind(p, k)];
+	const struct product *x = p->product[TILE_LARGE][last][cpu_block_kind(p, k)];
 	const char *src = rows + (size_t)(k * p->block) * dtype_size(p->operand);
 
 	if (onednn_pack(x, packed ? packed : to, src, scratch, e))
