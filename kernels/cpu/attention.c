@@ -2,8 +2,8 @@
 /*
  * Attention by blocks of BLOCK keys, counted from position 0 of the row of data, with a running
  * maximum and sum for each query. K and V of every block are packed once per kv head, a batch of
- * rows of data and heads at a time; then tiles of ROWS rows, queries x query heads of one kv head, go
- * over the blocks they can see:
+ * rows of data and heads at a time; then tiles of ROWS rows, queries x query heads of one kv head,
+ * go over the blocks they can see:
  *
  *	               block 0   block 1   block 2        scores = q k^T     [ROWS, BLOCK]  F32
  *	tile of        [  all  ] [  all  ] [ diagonal ]   p = 2^(scores - max), 0 where not visible
@@ -27,12 +27,12 @@
 #include "mem.h"
 #include "number.h"
 
-#define ROWS 128
-#define BLOCK 128
-#define LOG2_E 1.44269504f
-#define LEAST  -3.0e38f		/* the maximum of nothing: below all scores, and finite */
-#define PAD 32			/* head widths are rounded up to this */
-#define BATCH_BYTES (32 << 20)	/* of packed keys and values at a time, unless one pair has more */
+#define ROWS        128
+#define BLOCK       128
+#define LOG2_E      1.44269504f
+#define LEAST       -3.0e38f   /* the maximum of nothing: below all scores, and finite */
+#define PAD         32         /* head widths are rounded up to this */
+#define PAIRS_BYTES (32 << 20) /* of packed keys and values at a time, unless one pair has more */
 
 struct job {
 	struct device *d;
@@ -40,10 +40,10 @@ struct job {
 	const struct attention *a;
 	const struct product *qk, *pv;
 	enum dtype operand, rounded;
-	float scale;			/* of scores, to multiples of ln 2 */
-	int64_t group, heads;		/* query heads of a kv head, and of them in a tile */
+	float scale;          /* of scores, to multiples of ln 2 */
+	int64_t group, heads; /* query heads of a kv head, and of them in a tile */
 	const struct piece *piece;
-	struct pair *pair;		/* of the batch */
+	struct pair *pair; /* of the batch */
 	int64_t pairs, blocks;
 	struct tile *tile;
 	int64_t tiles;
@@ -57,18 +57,18 @@ struct pair {
 
 struct tile {
 	int piece;
-	int64_t first_block;		/* of its pair */
-	int head, heads;		/* first query head and number */
-	int64_t query, queries;		/* within the piece */
+	int64_t first_block;    /* of its pair */
+	int head, heads;        /* first query head and number */
+	int64_t query, queries; /* within the piece */
 };
 
 /* A thread's memory for one tile. */
 struct desk {
-	char *q, *p;			/* [ROWS, width] and [ROWS, BLOCK] operands */
-	float *scores, *pv, *sums;	/* [ROWS, BLOCK], [ROWS, value], [ROWS, value] */
-	float *max, *total;		/* [ROWS] of the blocks so far */
-	float *next, *sum, *fade;	/* [ROWS] of the block under way */
-	bool *sees;			/* [ROWS] */
+	char *q, *p;               /* [ROWS, width] and [ROWS, BLOCK] operands */
+	float *scores, *pv, *sums; /* [ROWS, BLOCK], [ROWS, value], [ROWS, value] */
+	float *max, *total;        /* [ROWS] of the blocks so far */
+	float *next, *sum, *fade;  /* [ROWS] of the block under way */
+	bool *sees;                /* [ROWS] */
 	char *scratch;
 	struct call qk, pv_call;
 };
@@ -145,8 +145,8 @@ static void load_queries(const struct job *j, const struct tile *t, const struct
 				j->a->width, j->qk->K);
 		else
 			memset(w->q + (size_t)r * pitch, 0, pitch);
-		w->max[r] = sink && r < t->queries * t->heads ? ref_vector(sink)[head] * LOG2_E
-								  : LEAST;
+		w->max[r] =
+			sink && r < t->queries * t->heads ? ref_vector(sink)[head] * LOG2_E : LEAST;
 		w->total[r] = sink ? 1 : 0;
 	}
 	memset(w->sums, 0, (size_t)(ROWS * j->pv->N) * sizeof(float));
@@ -178,8 +178,8 @@ static void visible(vec s[VECS], const float *scores, int64_t lo, int64_t hi, fl
  * the new maximum, as operands; returns their sum. A NaN is no maximum, but it is its own
  * probability and so reaches the sums.
  */
-static float probabilities(const struct job *j, const float *scores, char *p, int64_t lo, int64_t hi,
-			   float *max)
+static float probabilities(const struct job *j, const float *scores, char *p, int64_t lo,
+			   int64_t hi, float *max)
 {
 	vec s[VECS], most, sum = { 0 };
 	uint16_t *half = (uint16_t *)p;
@@ -257,8 +257,8 @@ static void soften(const struct job *j, const struct tile *t, int64_t b, const s
 		w->sum[r] = 0;
 		w->sees[r] = r < t->queries * t->heads && lo < hi;
 		if (w->sees[r])
-			w->sum[r] = probabilities(j, w->scores + r * BLOCK, w->p + (size_t)r * pitch,
-						  lo, hi, &w->next[r]);
+			w->sum[r] = probabilities(j, w->scores + r * BLOCK,
+						  w->p + (size_t)r * pitch, lo, hi, &w->next[r]);
 		else
 			memset(w->p + (size_t)r * pitch, 0, pitch);
 	}
@@ -314,8 +314,7 @@ static int one_tile(const struct job *j, const struct tile *t, struct desk *w, s
 
 	load_queries(j, t, w);
 	for (; b * BLOCK < end; b++) {
-		const char *k = block_at(j, t->first_block + b),
-			   *v = k + j->qk->packed_bytes;
+		const char *k = block_at(j, t->first_block + b), *v = k + j->qk->packed_bytes;
 
 		if (onednn_run(&w->qk, w->scores, w->q, k, w->scratch, e))
 			return -1;
@@ -386,7 +385,8 @@ static int add_tiles(struct job *j, const struct pair *pair, size_t *cap, struct
 			if (mem_grow(&j->tile, cap, (size_t)j->tiles + 1, sizeof *j->tile, e))
 				return -1;
 			j->tile[j->tiles++] = (struct tile){ pair->piece, pair->first_block,
-							     (int)head, (int)heads, q, n };
+							     (int)head,   (int)heads,
+							     q,           n };
 		}
 	return 0;
 }
@@ -437,10 +437,10 @@ static void run_batch(struct job *j)
 	j->pairs = j->blocks = j->tiles = 0;
 }
 
-/* Pairs in batches that fit BATCH_BYTES, each at least one pair. */
+/* Pairs in batches that fit PAIRS_BYTES, each at least one pair. */
 static void all_pairs(struct job *j, int n, size_t *cap)
 {
-	int64_t most = BATCH_BYTES / (int64_t)block_bytes(j);
+	int64_t most = PAIRS_BYTES / (int64_t)block_bytes(j);
 
 	for (int i = 0; i < n; i++)
 		for (int kv = 0; kv < j->a->kv_heads && ref_good(j->d); kv++) {

@@ -81,6 +81,21 @@ static const struct backend *choose_verbs(void)
 	return &cpu_verbs_base;
 }
 
+/*
+ * Whether bf16 operands run as such: by AMX, and by AVX512_BF16 where its products are faster than
+ * those of F32. Intel's are slower (measured: 220 against 350 GFLOP/s of two cores).
+ */
+static bool fast_bf16(void)
+{
+#ifdef HAVE_AVX
+	__builtin_cpu_init();
+	return onednn_has(ONEDNN_AMX) ||
+	       (onednn_has(ONEDNN_AVX512_BF16) && !__builtin_cpu_is("intel"));
+#else
+	return onednn_has(ONEDNN_AVX512_BF16);
+#endif
+}
+
 int cpu_open(struct device *d, const struct device_options *o, struct err *e)
 {
 	struct cpu *c = mem_calloc(1, sizeof *c, e);
@@ -89,7 +104,7 @@ int cpu_open(struct device *d, const struct device_options *o, struct err *e)
 		return -1;
 	pthread_mutex_init(&c->lock, NULL);
 	c->threads = wanted_threads(o);
-	c->bf16 = onednn_has(ONEDNN_BF16);
+	c->bf16 = fast_bf16();
 	*d = (struct device){
 		.be = choose_verbs(), .compute = o->compute, .threads = c->threads, .state = c
 	};

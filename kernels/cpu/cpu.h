@@ -29,10 +29,15 @@
 enum tile_kind { TILE_LARGE, TILE_SMALL, TILE_KINDS };
 #define TILE_ROWS(kind) ((kind) == TILE_LARGE ? 128 : 64)
 
-#define PANEL_MOST 256	/* most rows of a weight in a panel */
-#define PANEL_BYTES (512 << 10)	/* of a block of a panel, about: leaves room for rows in the cache */
-#define BLOCK_MOST(size) ((size) == 2 ? 4096 : 3072)	/* most of K in a block */
-#define GROUP_BYTES (1 << 20)	/* of a block of the rows that meet a panel one after the other, about */
+#define PANEL_MOST      256 /* most rows of a weight in a panel */
+#define PANEL_BYTES \
+	(512 << 10) /* of a block of a panel, about: leaves room for rows in the cache */
+#define BLOCK_MOST(size) ((size) == 2 ? 4096 : 3072) /* most of K in a block */
+#define GROUP_BYTES \
+	(1 << 20) /* of a block of the rows that meet a panel one after the other, about */
+/* the same where a panel is expanded first: the panel stays in the cache, rows pass through */
+#define GROUP_BYTES_EXPANDED (8 << 20)
+#define BATCH_BYTES          (32 << 20) /* of rows that are made operands at a time, about */
 
 /* Memory that grows and stays. */
 struct room {
@@ -43,23 +48,23 @@ struct room {
 /* Memory that was taken and given back. */
 struct spare {
 	struct spare *next;
-	size_t bytes;		/* behind this one, from the next 64 on */
+	size_t bytes; /* behind this one, from the next 64 on */
 };
 
 struct cpu {
 	struct onednn *dnn;
-	bool bf16;	/* products of bf16 operands in hardware; else in F32 on rounded operands */
+	bool bf16; /* products of bf16 operands as such; else in F32 on rounded operands */
 	int threads;
 	struct room shared;
-	struct room *own;	/* [threads] */
-	pthread_mutex_t lock;	/* of the next two */
+	struct room *own;     /* [threads] */
+	pthread_mutex_t lock; /* of the next two */
 	struct spare *spare;
 	size_t spare_bytes;
 };
 
 /* Rows of a panel that wait for the rest of it. */
 struct staging {
-	void *rows;		/* [width, K] in the operand dtype, NULL = nothing yet */
+	void *rows; /* [width, K] in the operand dtype, NULL = nothing yet */
 	int64_t filled;
 };
 
@@ -67,21 +72,21 @@ struct staging {
 enum block_kind { BLOCK_FIRST, BLOCK_MIDDLE, BLOCK_LAST, BLOCK_KINDS };
 
 struct packed {
-	enum dtype rounded;	/* precision of the operands: DT_F32 or DT_BF16 */
-	enum dtype operand;	/* in which the product runs; DT_F32 where bf16 has no hardware */
-	enum dtype kept;	/* of the packed numbers in memory, = rounded */
-	bool gated;		/* each panel: rows of gate, then the rows of up that belong to them */
+	enum dtype rounded; /* precision of the operands: DT_F32 or DT_BF16 */
+	enum dtype operand; /* in which the product runs; DT_F32 where bf16 has no hardware */
+	enum dtype kept;    /* of the packed numbers in memory, = rounded */
+	bool gated;         /* each panel: rows of gate, then the rows of up that belong to them */
 	int64_t K, panels, width, last;
-	int64_t blocks, block;	/* of K; the last may be smaller */
-	size_t panel_bytes, matrix_bytes;	/* of a full panel and of a matrix, as kept */
-	size_t expanded;	/* bytes of a full panel as operand where kept != operand, else 0 */
-	size_t scratch;		/* most that a product needs */
+	int64_t blocks, block;            /* of K; the last may be smaller */
+	size_t panel_bytes, matrix_bytes; /* of a full panel and of a matrix, as kept */
+	size_t expanded; /* bytes of a full panel as operand where kept != operand, else 0 */
+	size_t scratch;  /* most that a product needs */
 	/* for both kinds of tiles, of full panels and of the last; all read the same layout */
 	const struct product *product[TILE_KINDS][2][BLOCK_KINDS];
 	/* of large tiles to BF16, where K is one block and the weight is not gated; else NULL */
 	const struct product *rounding[2];
-	pthread_mutex_t lock;	/* of staging */
-	struct staging *staging;	/* [count * panels], NULL once ready */
+	pthread_mutex_t lock;    /* of staging */
+	struct staging *staging; /* [count * panels], NULL once ready */
 	char *data;
 };
 
@@ -89,11 +94,11 @@ struct packed {
 struct bench {
 	const struct packed *w;
 	enum tile_kind kind;
-	bool rounds;		/* sums are BF16: w has `rounding` */
+	bool rounds; /* sums are BF16: w has `rounding` */
 	struct call call[2][BLOCK_KINDS];
-	float *sums;		/* [tiles, rows, width] */
+	float *sums; /* [tiles, rows, width] */
 	char *expanded, *scratch;
-	const char *holds;	/* the panel that `expanded` holds, NULL = none */
+	const char *holds; /* the panel that `expanded` holds, NULL = none */
 };
 
 /*
@@ -143,41 +148,41 @@ bool cpu_own(struct device *d, size_t bytes);
  * stay.
  */
 void *cpu_take_spare(struct cpu *c, size_t bytes, struct err *e);
-void cpu_give_spare(struct cpu *c, void *p);	/* may be NULL */
+void cpu_give_spare(struct cpu *c, void *p); /* may be NULL */
 
 /*
  * Everything below is compiled once for each vector unit, CPU_VARIANT (base, avx2, avx512): no name
- * of one may stand for the other's. The loops compute the same bits in each.
+ * of one may stand for the other's.
  */
 #ifdef CPU_VARIANT
-#define CPU_JOIN(name, variant)	 cpu_##name##_##variant
-#define CPU_NAME(name, variant)	 CPU_JOIN(name, variant)
-#define cpu_verbs		 CPU_NAME(verbs, CPU_VARIANT)
-#define cpu_operand_row          CPU_NAME(operand_row, CPU_VARIANT)
-#define cpu_bench_bytes          CPU_NAME(bench_bytes, CPU_VARIANT)
-#define cpu_bench                CPU_NAME(bench, CPU_VARIANT)
-#define cpu_tile_row             CPU_NAME(tile_row, CPU_VARIANT)
-#define cpu_tile_columns         CPU_NAME(tile_columns, CPU_VARIANT)
-#define cpu_bench_end            CPU_NAME(bench_end, CPU_VARIANT)
-#define cpu_group                CPU_NAME(group, CPU_VARIANT)
-#define cpu_panel                CPU_NAME(panel, CPU_VARIANT)
-#define cpu_weight_alloc         CPU_NAME(weight_alloc, CPU_VARIANT)
-#define cpu_weight_fill          CPU_NAME(weight_fill, CPU_VARIANT)
-#define cpu_weight_ready         CPU_NAME(weight_ready, CPU_VARIANT)
-#define cpu_weight_free          CPU_NAME(weight_free, CPU_VARIANT)
-#define cpu_matmul               CPU_NAME(matmul, CPU_VARIANT)
-#define cpu_matmul_gate          CPU_NAME(matmul_gate, CPU_VARIANT)
-#define cpu_experts              CPU_NAME(experts, CPU_VARIANT)
-#define cpu_attention            CPU_NAME(attention, CPU_VARIANT)
-#define cpu_act_row              CPU_NAME(act_row, CPU_VARIANT)
-#define cpu_upload               CPU_NAME(upload, CPU_VARIANT)
-#define cpu_store                CPU_NAME(store, CPU_VARIANT)
-#define cpu_rows                 CPU_NAME(rows, CPU_VARIANT)
-#define cpu_norm                 CPU_NAME(norm, CPU_VARIANT)
-#define cpu_rope                 CPU_NAME(rope, CPU_VARIANT)
-#define cpu_gate                 CPU_NAME(gate, CPU_VARIANT)
-#define cpu_add                  CPU_NAME(add, CPU_VARIANT)
-#define cpu_route                CPU_NAME(route, CPU_VARIANT)
+#define CPU_JOIN(name, variant) cpu_##name##_##variant
+#define CPU_NAME(name, variant) CPU_JOIN(name, variant)
+#define cpu_verbs               CPU_NAME(verbs, CPU_VARIANT)
+#define cpu_operand_row         CPU_NAME(operand_row, CPU_VARIANT)
+#define cpu_bench_bytes         CPU_NAME(bench_bytes, CPU_VARIANT)
+#define cpu_bench               CPU_NAME(bench, CPU_VARIANT)
+#define cpu_tile_row            CPU_NAME(tile_row, CPU_VARIANT)
+#define cpu_tile_columns        CPU_NAME(tile_columns, CPU_VARIANT)
+#define cpu_bench_end           CPU_NAME(bench_end, CPU_VARIANT)
+#define cpu_group               CPU_NAME(group, CPU_VARIANT)
+#define cpu_panel               CPU_NAME(panel, CPU_VARIANT)
+#define cpu_weight_alloc        CPU_NAME(weight_alloc, CPU_VARIANT)
+#define cpu_weight_fill         CPU_NAME(weight_fill, CPU_VARIANT)
+#define cpu_weight_ready        CPU_NAME(weight_ready, CPU_VARIANT)
+#define cpu_weight_free         CPU_NAME(weight_free, CPU_VARIANT)
+#define cpu_matmul              CPU_NAME(matmul, CPU_VARIANT)
+#define cpu_matmul_gate         CPU_NAME(matmul_gate, CPU_VARIANT)
+#define cpu_experts             CPU_NAME(experts, CPU_VARIANT)
+#define cpu_attention           CPU_NAME(attention, CPU_VARIANT)
+#define cpu_act_row             CPU_NAME(act_row, CPU_VARIANT)
+#define cpu_upload              CPU_NAME(upload, CPU_VARIANT)
+#define cpu_store               CPU_NAME(store, CPU_VARIANT)
+#define cpu_rows                CPU_NAME(rows, CPU_VARIANT)
+#define cpu_norm                CPU_NAME(norm, CPU_VARIANT)
+#define cpu_rope                CPU_NAME(rope, CPU_VARIANT)
+#define cpu_gate                CPU_NAME(gate, CPU_VARIANT)
+#define cpu_add                 CPU_NAME(add, CPU_VARIANT)
+#define cpu_route               CPU_NAME(route, CPU_VARIANT)
 
 extern const struct backend cpu_verbs;
 
@@ -194,7 +199,7 @@ void cpu_weight_free(struct device *d, struct weight *w);
  * groups of so many; a bench laid out at p, to be ended in the same parallel region; `tiles` tiles
  * that lie one behind the other x panel of matrix `index`, `done` called for each.
  *
- * A tile of operands lies as the blocks of K do, [blocks][rows, block]: with one block as [rows, K].
+ * A tile of operands lies as the blocks of K do, [blocks][rows, block]: one block is [rows, K].
  */
 void cpu_operand_row(const struct packed *w, void *dst, const void *src, enum dtype from,
 		     int64_t n);

@@ -20,12 +20,12 @@
 #include "mem.h"
 #include "number.h"
 
-#define TILE TILE_ROWS(TILE_SMALL)
-#define TILES 16	/* of a block, at least */
+#define TILE  TILE_ROWS(TILE_SMALL)
+#define TILES 16 /* of a block, at least */
 
 struct tile {
-	int64_t index;		/* expert, counted from the first held */
-	int64_t first, rows;	/* of `order` */
+	int64_t index;       /* expert, counted from the first held */
+	int64_t first, rows; /* of `order` */
 };
 
 struct job {
@@ -33,15 +33,15 @@ struct job {
 	struct tensor sum, x, ids, weights;
 	const struct experts *ex;
 	const struct packed *gate_up, *down;
-	int64_t *order;		/* slots t*k+s sorted by expert */
+	int64_t *order; /* slots t*k+s sorted by expert */
 	/* [T*k] tile row of a slot: tile * TILE + row, -1 = expert not held */
 	int64_t *where;
 	struct tile *tile;
 	int64_t tiles;
-	int64_t *group, groups;	/* [groups + 1] first tiles within the block, of one expert each */
-	int64_t most;		/* tiles of a group */
-	char *in, *act;		/* [block tiles, TILE, K] operands of gate_up, of down */
-	float *out;		/* [block tiles, TILE, Hout] */
+	int64_t *group, groups; /* [groups + 1] first tiles within the block, of one expert each */
+	int64_t most;           /* tiles of a group */
+	char *in, *act;         /* [block tiles, TILE, K] operands of gate_up, of down */
+	float *out;             /* [block tiles, TILE, Hout] */
 };
 
 /* The held expert of a slot, counted from the first, or -1. */
@@ -74,8 +74,7 @@ static void sort_slots(struct job *j, int64_t *start)
 		for (int64_t i = 0; i < start[x + 1]; i += TILE) {
 			int64_t left = start[x + 1] - i;
 
-			j->tile[j->tiles++] =
-				(struct tile){ x, n + i, left < TILE ? left : TILE };
+			j->tile[j->tiles++] = (struct tile){ x, n + i, left < TILE ? left : TILE };
 		}
 		n += start[x + 1];
 		start[x + 1] = n;
@@ -100,8 +99,9 @@ static void gather_row(const struct job *j, int64_t tile, int64_t i, char *dst)
 {
 	int64_t slot = slot_of(j, tile, i);
 
-	cpu_tile_row(j->gate_up, TILE_SMALL, dst, i, slot < 0 ? NULL : ref_at(j->x, slot / j->ids.cols, 0),
-		     j->x.dtype, slot < 0 ? 0 : j->x.cols);
+	cpu_tile_row(j->gate_up, TILE_SMALL, dst, i,
+		     slot < 0 ? NULL : ref_at(j->x, slot / j->ids.cols, 0), j->x.dtype,
+		     slot < 0 ? 0 : j->x.cols);
 }
 
 static void add_token(const struct job *j, int64_t t, int64_t first, int64_t n)
@@ -125,10 +125,12 @@ static void add_token(const struct job *j, int64_t t, int64_t first, int64_t n)
 /* A group under way. */
 struct group {
 	const struct job *j;
-	int64_t block, first;	/* the block's first tile; the group's, within the block */
+	int64_t block, first; /* the block's first tile; the group's, within the block */
 };
 
-/* Columns of the activation, with the slot's weight unless that comes later, as operands of down. */
+/*
+ * Columns of the activation, with the slot's weight unless that comes later, as operands of down.
+ */
 static void activate(void *ctx, int64_t tile, int64_t panel, void *tile_sums)
 {
 	const struct group *g = ctx;
@@ -136,7 +138,8 @@ static void activate(void *ctx, int64_t tile, int64_t panel, void *tile_sums)
 	const struct packed *up = j->gate_up, *down = j->down;
 	int64_t pitch = cpu_panel_width(up, panel), half = pitch / 2, c0 = panel * up->width / 2,
 		n = down->K - c0 < half ? down->K - c0 : half;
-	char *to = j->act + (size_t)((g->first + tile) * TILE * down->K) * dtype_size(down->operand);
+	char *to =
+		j->act + (size_t)((g->first + tile) * TILE * down->K) * dtype_size(down->operand);
 	float a[PANEL_MOST], *sums = tile_sums;
 
 	/* gate and up are padded to half as much as K of down */
@@ -151,7 +154,8 @@ static void activate(void *ctx, int64_t tile, int64_t panel, void *tile_sums)
 		cpu_act_row(a, sums, sums + half, &j->ex->act, n);
 		for (int64_t c = 0; c < n; c++)
 			a[c] *= weight;
-		cpu_tile_columns(down, TILE_SMALL, to, i, c0, a, panel == up->panels - 1 ? down->K - c0 : n);
+		cpu_tile_columns(down, TILE_SMALL, to, i, c0, a,
+				 panel == up->panels - 1 ? down->K - c0 : n);
 	}
 }
 
@@ -167,7 +171,10 @@ static void place(void *ctx, int64_t tile, int64_t panel, void *sums)
 		memcpy(out + i * cols, (float *)sums + i * pitch, (size_t)n * sizeof *out);
 }
 
-/* The block's rows x the weights of each group's expert. Threads take the panels of a group in turn. */
+/*
+ * The block's rows x the weights of each group's expert. Threads take the panels of a group in
+ * turn.
+ */
 static void products(const struct job *j, const struct packed *w, int64_t block, const char *rows,
 		     tile_done *done, char *own, struct err *e)
 {
@@ -274,8 +281,9 @@ void cpu_experts(struct device *d, struct tensor sum, struct tensor x, struct te
 	j.tile = mem_calloc((size_t)(slots / TILE + ex->count), sizeof *j.tile, &d->err);
 	start = mem_calloc((size_t)ex->count + 1, sizeof *start, &d->err);
 	j.group = mem_calloc((size_t)(slots / TILE + ex->count) + 1, sizeof *j.group, &d->err);
-	j.most = cpu_group(j.gate_up, TILE_SMALL) < cpu_group(j.down, TILE_SMALL) ? cpu_group(j.gate_up, TILE_SMALL)
-							  : cpu_group(j.down, TILE_SMALL);
+	j.most = cpu_group(j.gate_up, TILE_SMALL) < cpu_group(j.down, TILE_SMALL)
+			 ? cpu_group(j.gate_up, TILE_SMALL)
+			 : cpu_group(j.down, TILE_SMALL);
 	if (ref_good(d)) {
 		sort_slots(&j, start);
 		block = block > TILES ? block : TILES;

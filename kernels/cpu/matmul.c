@@ -71,7 +71,8 @@ void cpu_tile_columns(const struct packed *w, enum tile_kind kind, char *tile, i
 			m = width - at < end - c0 ? width - at : end - c0;
 
 		operands(w,
-			 tile + (size_t)(first * TILE_ROWS(kind) + row * width + at) * dtype_size(w->operand),
+			 tile + (size_t)(first * TILE_ROWS(kind) + row * width + at) *
+					 dtype_size(w->operand),
 			 src, DT_F32, m, m);
 		src += m;
 		c0 += m;
@@ -82,7 +83,8 @@ void cpu_tile_columns(const struct packed *w, enum tile_kind kind, char *tile, i
 
 int64_t cpu_group(const struct packed *w, enum tile_kind kind)
 {
-	int64_t n = GROUP_BYTES / (TILE_ROWS(kind) * w->block * (int64_t)dtype_size(w->operand));
+	int64_t n = (w->expanded ? GROUP_BYTES_EXPANDED : GROUP_BYTES) /
+		    (TILE_ROWS(kind) * w->block * (int64_t)dtype_size(w->operand));
 
 	return n < 1 ? 1 : n;
 }
@@ -125,9 +127,8 @@ static const char *panel_operands(struct bench *b, int64_t index, int64_t panel)
 	const struct packed *w = b->w;
 	const char *data =
 		w->data + (size_t)index * w->matrix_bytes + (size_t)panel * w->panel_bytes;
-	size_t bytes = panel == w->panels - 1
-			       ? w->matrix_bytes - (size_t)panel * w->panel_bytes
-			       : w->panel_bytes;
+	size_t bytes = panel == w->panels - 1 ? w->matrix_bytes - (size_t)panel * w->panel_bytes
+					      : w->panel_bytes;
 
 	if (!w->expanded)
 		return data;
@@ -153,8 +154,8 @@ int cpu_panel(struct bench *b, int64_t index, int64_t panel, const void *rows, i
 		const char *src = (const char *)rows + (size_t)(k * w->block * high) * size;
 
 		if (!c->product &&
-		    onednn_begin(c, b->rounds ? w->rounding[last]
-					       : w->product[b->kind][last][kind], e))
+		    onednn_begin(c, b->rounds ? w->rounding[last] : w->product[b->kind][last][kind],
+				 e))
 			return -1;
 		for (int64_t t = 0; t < tiles; t++, src += tile) {
 			float *sums = b->sums + (w->blocks > 1 ? t * high * w->width : 0);
@@ -177,9 +178,9 @@ struct job {
 	struct tensor out, x;
 	const struct weight *w, *bias;
 	bool add;
-	bool rounds;		/* the product itself rounds to the dtype of out */
-	const struct act *act;	/* of a gated weight */
-	int64_t whole;		/* leading tiles that are operands as they lie in x */
+	bool rounds;           /* the product itself rounds to the dtype of out */
+	const struct act *act; /* of a gated weight */
+	int64_t whole;         /* leading tiles that are operands as they lie in x */
 };
 
 /* Rows of tile t start here: in x, or in the shared room, which holds the tiles from `base` on. */
@@ -197,14 +198,14 @@ static void prepare_row(const struct job *j, int64_t row, int64_t base)
 	char *tile = tile_rows(j, row / TILE, base);
 	bool real = row < j->x.rows;
 
-	cpu_tile_row(packed_of(j->w), TILE_LARGE, tile, row % TILE, real ? ref_at(j->x, row, 0) : NULL,
-		     j->x.dtype, real ? j->x.cols : 0);
+	cpu_tile_row(packed_of(j->w), TILE_LARGE, tile, row % TILE,
+		     real ? ref_at(j->x, row, 0) : NULL, j->x.dtype, real ? j->x.cols : 0);
 }
 
 /* A group of tiles under way. */
 struct group {
 	const struct job *j;
-	int64_t first;		/* tile */
+	int64_t first; /* tile */
 };
 
 static void finish_row(const struct job *j, void *out, float *restrict sums, const float *bias,
@@ -268,7 +269,8 @@ static void run(const struct job *j, int64_t first, int64_t n, int64_t each)
 
 #pragma omp parallel num_threads(j->d->threads)
 	{
-		struct bench b = cpu_bench(w, TILE_LARGE, each, cpu_of(j->d)->own[omp_get_thread_num()].p);
+		struct bench b =
+			cpu_bench(w, TILE_LARGE, each, cpu_of(j->d)->own[omp_get_thread_num()].p);
 		struct err e = ERR_INIT;
 
 		b.rounds = j->rounds;
@@ -312,10 +314,11 @@ static void multiply(struct job *j)
 	if (j->x.dtype == p->operand && p->operand == p->rounded && j->x.cols == p->K &&
 	    j->x.ld == p->K && p->blocks == 1)
 		j->whole = j->x.rows / TILE;
-	j->rounds = j->out.dtype == DT_BF16 && !j->bias && !j->add && p->rounding[0] &&
-		    p->rounding[1];
+	j->rounds =
+		j->out.dtype == DT_BF16 && !j->bias && !j->add && p->rounding[0] && p->rounding[1];
 	each = group_of(j, tiles);
-	batch = d->threads * cpu_group(p, TILE_LARGE);
+	batch = BATCH_BYTES / (TILE * p->K * (int64_t)dtype_size(p->operand));
+	batch = batch > each ? batch : each;
 	batch = batch < tiles - j->whole ? batch : tiles - j->whole;
 	if (!cpu_own(d, cpu_bench_bytes(p, TILE_LARGE, each)) ||
 	    !cpu_shared(d, (size_t)(batch * TILE * p->K) * dtype_size(p->operand)))

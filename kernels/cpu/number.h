@@ -22,7 +22,7 @@ typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t vec_bits __attribute__((vector_size(4 * LANES)));
 typedef uint16_t vec_half __attribute__((vector_size(2 * LANES)));
 
-#define vec_load(v, p)	memcpy(&(v), p, sizeof(v))
+#define vec_load(v, p)  memcpy(&(v), p, sizeof(v))
 #define vec_store(p, v) memcpy(p, &(v), sizeof(v))
 
 static inline float float_from_bits(uint32_t u)
@@ -110,7 +110,8 @@ static inline void vec_from_bf16(vec *v, const uint16_t *p)
 static inline void vec_upper_half(uint16_t *p, const vec_bits *u)
 {
 #ifdef __AVX512F__
-	_mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)*u, 16)));
+	_mm256_storeu_si256((__m256i *)p,
+			    _mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)*u, 16)));
 #else
 	vec_half h = __builtin_convertvector(*u >> 16, vec_half);
 
@@ -121,13 +122,12 @@ static inline void vec_upper_half(uint16_t *p, const vec_bits *u)
 /* Rounds to nearest, ties to even; a NaN stays one. */
 static inline void vec_to_bf16(uint16_t *p, const vec *v)
 {
-	vec_bits u = (vec_bits)*v, nan = (vec_bits)(*v != *v),
-		 r = u + 0x7fff + ((u >> 16) & 1);
+	vec_bits u = (vec_bits)*v, nan = (vec_bits)(*v != *v), r = u + 0x7fff + ((u >> 16) & 1);
 
 #ifdef __AVX512F__
-	r = (vec_bits)_mm512_mask_mov_epi32((__m512i)r,
-					    _mm512_cmp_ps_mask((__m512)*v, (__m512)*v, _CMP_UNORD_Q),
-					    (__m512i)(u | 0x400000));
+	r = (vec_bits)_mm512_mask_mov_epi32(
+		(__m512i)r, _mm512_cmp_ps_mask((__m512)*v, (__m512)*v, _CMP_UNORD_Q),
+		(__m512i)(u | 0x400000));
 	(void)nan;
 #else
 	r = (r & ~nan) | ((u | 0x400000) & nan);
@@ -194,7 +194,7 @@ static inline void run_round(float *x, enum dtype d, int64_t n)
  */
 static inline float exp_limited(float x)
 {
-	const float magic = 12582912.0f;	/* 1.5 * 2^23: adding it rounds to an integer */
+	const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
 	float n, r, p;
 	uint32_t power;
 

@@ -28,7 +28,7 @@
  * Memory descriptors are values in version 2 and handles in version 3: here always owned pointers.
  */
 #if DNNL_VERSION_MAJOR >= 3
-#define MD dnnl_memory_desc_t
+#define MD       dnnl_memory_desc_t
 #define CONST_MD const_dnnl_memory_desc_t
 
 static dnnl_status_t md_strided(MD *md, const dnnl_dims_t dims, dnnl_data_type_t type,
@@ -64,7 +64,7 @@ static dnnl_status_t append_sum(dnnl_post_ops_t p)
 	return dnnl_post_ops_append_sum(p, 1.0f, 0, dnnl_data_type_undef);
 }
 #else
-#define MD dnnl_memory_desc_t *
+#define MD       dnnl_memory_desc_t *
 #define CONST_MD const dnnl_memory_desc_t *
 
 static dnnl_status_t md_strided(MD *md, const dnnl_dims_t dims, dnnl_data_type_t type,
@@ -113,11 +113,11 @@ static dnnl_status_t append_sum(dnnl_post_ops_t p)
 
 /* A product with what oneDNN needs for it. */
 struct entry {
-	struct product p;	/* first */
+	struct product p; /* first */
 	MD src;
 	MD dst;
-	MD weight;		/* in its layout */
-	MD plain;		/* as onednn_pack reads it */
+	MD weight; /* in its layout */
+	MD plain;  /* as onednn_pack reads it */
 	MD run_scratch;
 	MD pack_scratch;
 	dnnl_primitive_t run, pack;
@@ -127,7 +127,7 @@ struct entry {
 struct onednn {
 	dnnl_engine_t engine;
 	dnnl_primitive_attr_t attr;
-	pthread_mutex_t lock;	/* of the list */
+	pthread_mutex_t lock; /* of the list */
 	struct entry *list;
 };
 
@@ -162,7 +162,8 @@ bool onednn_has(enum onednn_isa isa)
 	static const unsigned flags[] = {
 		[ONEDNN_AVX2] = dnnl_cpu_isa_avx2,
 		[ONEDNN_AVX512] = dnnl_cpu_isa_avx512_core,
-		[ONEDNN_BF16] = dnnl_cpu_isa_avx512_core_bf16,
+		[ONEDNN_AVX512_BF16] = dnnl_cpu_isa_avx512_core_bf16,
+		[ONEDNN_AMX] = dnnl_cpu_isa_avx512_core_amx,
 	};
 
 	return ((unsigned)dnnl_get_effective_cpu_isa() & flags[isa]) == flags[isa];
@@ -320,9 +321,10 @@ static struct entry *find(struct onednn *o, const struct product *want)
 	struct entry *x;
 
 	for (x = o->list; x; x = x->next)
-		if (x->p.operand == want->operand && x->p.result == want->result && x->p.M == want->M && x->p.N == want->N &&
-		    x->p.K == want->K && x->p.ld == want->ld && x->p.order == want->order &&
-		    x->p.add == want->add && x->p.like == want->like)
+		if (x->p.operand == want->operand && x->p.result == want->result &&
+		    x->p.M == want->M && x->p.N == want->N && x->p.K == want->K &&
+		    x->p.ld == want->ld && x->p.order == want->order && x->p.add == want->add &&
+		    x->p.like == want->like)
 			break;
 	return x;
 }

@@ -18,25 +18,28 @@ struct onednn;
 
 /* Order of the numbers that onednn_pack reads. */
 enum order {
-	ORDER_NK,	/* [N,K]: out features first, as checkpoints have them */
-	ORDER_KN,	/* [K,N] */
+	ORDER_NK, /* [N,K]: out features first, as checkpoints have them */
+	ORDER_KN, /* [K,N] */
 };
 
 struct product {
 	struct onednn *owner;
-	enum dtype operand;	/* of src and the weight: DT_F32 or DT_BF16 */
-	enum dtype result;	/* of dst: DT_F32, or DT_BF16, rounded once */
+	enum dtype operand; /* of src and the weight: DT_F32 or DT_BF16 */
+	enum dtype result;  /* of dst: DT_F32, or DT_BF16, rounded once */
 	int64_t M, N, K;
-	int64_t ld;		/* elements from one row of a plain weight in ORDER_NK to the next */
+	int64_t ld; /* elements from one row of a plain weight in ORDER_NK to the next */
 	enum order order;
-	bool add;		/* dst += instead of dst = */
+	bool add; /* dst += instead of dst = */
 	/* use the weight layout of this one (same operand, N, K), NULL = the best for this M */
 	const struct product *like;
-	size_t packed_bytes;	/* of the weight in its layout, a multiple of 64 */
-	size_t scratch_bytes;	/* that run and pack need, 0 = none */
+	size_t packed_bytes;  /* of the weight in its layout, a multiple of 64 */
+	size_t scratch_bytes; /* that run and pack need, 0 = none */
 };
 
-/* A product made ready for one thread: what oneDNN would else make anew for each run. Zeroed: not begun. */
+/*
+ * A product made ready for one thread: what oneDNN would else make anew for each run. Zeroed = not
+ * begun.
+ */
 struct call {
 	const struct product *product;
 	void *stream;
@@ -47,8 +50,8 @@ struct call {
 struct onednn *onednn_open(struct err *e);
 void onednn_close(struct onednn *o);
 
-/* What the machine and ONEDNN_MAX_CPU_ISA allow; ONEDNN_BF16: products of bf16 operands in hardware. */
-enum onednn_isa { ONEDNN_AVX2, ONEDNN_AVX512, ONEDNN_BF16 };
+/* What the machine and ONEDNN_MAX_CPU_ISA allow. */
+enum onednn_isa { ONEDNN_AVX2, ONEDNN_AVX512, ONEDNN_AVX512_BF16, ONEDNN_AMX };
 bool onednn_has(enum onednn_isa isa);
 
 /*

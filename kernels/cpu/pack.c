@@ -13,14 +13,16 @@
 #include "cpu.h"
 #include "mem.h"
 
-#define UNIT 64	/* sizes are rounded up to it, as weight_bytes promises */
+#define UNIT 64 /* sizes are rounded up to it, as weight_bytes promises */
 
 static int64_t divide(int64_t n, int64_t by)
 {
 	return (n + by - 1) / by;
 }
 
-/* n UNITs in the fewest equal parts of at most `most`, each whole UNITs; the last may be smaller. */
+/*
+ * n UNITs in the fewest equal parts of at most `most`, each whole UNITs; the last may be smaller.
+ */
 static int64_t part_of(int64_t n, int64_t most)
 {
 	return round_up(divide(n, divide(n, most)), UNIT);
@@ -116,9 +118,9 @@ static int packed_alloc(struct packed *p, const struct weight *w, struct err *e)
 
 	p->panel_bytes = panel_bytes(p, false);
 	p->matrix_bytes = (size_t)(p->panels - 1) * p->panel_bytes + panel_bytes(p, true);
-	p->expanded = p->kept == p->operand ? 0
-					    : p->panel_bytes / dtype_size(p->kept) *
-						      dtype_size(p->operand);
+	p->expanded = p->kept == p->operand
+			      ? 0
+			      : p->panel_bytes / dtype_size(p->kept) * dtype_size(p->operand);
 	bytes = mem_mul(w->count, (int64_t)p->matrix_bytes);
 	if (bytes < 0)
 		return err_fail(

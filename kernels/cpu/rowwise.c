@@ -71,7 +71,7 @@ void cpu_rows(struct device *d, struct tensor out, const struct weight *table, s
 	}
 }
 
-#define NORM_RUN 4096	/* numbers of a row that are loaded once for both passes */
+#define NORM_RUN 4096 /* numbers of a row that are loaded once for both passes */
 
 /* Sums in 4 x LANES lanes. */
 static void add_squares(vec sum[4], const float *x, int64_t n)
@@ -188,7 +188,7 @@ static void rotate_pairs(float *restrict x, int64_t half, const float *restrict 
 
 static inline void cosine_sine(double x, float *cosine, float *sine)
 {
-	const double magic = 6755399441055744.0;	/* 1.5 * 2^52: adding it rounds to an integer */
+	const double magic = 6755399441055744.0; /* 1.5 * 2^52: adding it rounds to an integer */
 	double n = x * 0.63661977236758134308 + magic, r, z, s, c;
 	int64_t quarter;
 
@@ -196,10 +196,12 @@ static inline void cosine_sine(double x, float *cosine, float *sine)
 	n -= magic;
 	r = x - n * 1.57079632673412561417e+00 - n * 6.07710050650619224932e-11;
 	z = r * r;
-	s = r + r * z * (-1.0 / 6 + z * (1.0 / 120 + z * (-1.0 / 5040 + z * (1.0 / 362880 -
-		z * (1.0 / 39916800)))));
-	c = 1 + z * (-0.5 + z * (1.0 / 24 + z * (-1.0 / 720 + z * (1.0 / 40320 -
-		z * (1.0 / 3628800)))));
+	s = r +
+	    r * z *
+		    (-1.0 / 6 + z * (1.0 / 120 + z * (-1.0 / 5040 +
+						      z * (1.0 / 362880 - z * (1.0 / 39916800)))));
+	c = 1 + z * (-0.5 +
+		     z * (1.0 / 24 + z * (-1.0 / 720 + z * (1.0 / 40320 - z * (1.0 / 3628800)))));
 	*sine = (float)(quarter & 1 ? c : s);
 	*cosine = (float)(quarter & 1 ? s : c);
 	*sine = quarter & 2 ? -*sine : *sine;
