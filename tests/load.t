@@ -10,7 +10,7 @@ cp -R "$top/tests/data/golden/qwen3moe-norm/model" "$top/tests/data/golden/qwen3
 	"$top/tests/data/golden/qwen3moe-norm/tokens.safetensors" "$tmp/w"
 chmod -R u+w "$tmp/w"
 cd "$tmp/w" || exit 99
-OMP_NUM_THREADS=2
+OMP_NUM_THREADS=$(threads 2)
 export OMP_NUM_THREADS
 
 # plan OUT OPTION...: a plan that writes into OUT

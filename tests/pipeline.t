@@ -10,7 +10,7 @@ mkdir "$tmp/w"
 cp -R "$example/model" "$example/recipe.yaml" "$example/tokens.safetensors" "$tmp/w"
 chmod -R u+w "$tmp/w"
 cd "$tmp/w" || exit 99
-OMP_NUM_THREADS=2
+OMP_NUM_THREADS=$(threads 2)
 export OMP_NUM_THREADS
 
 # plan OUT OPTION...: a plan that writes into OUT
@@ -119,8 +119,8 @@ torchrun() {
 	dspark-manifest merge v >merged
 }
 
-threads() {
-	n=$1
+with_threads() {
+	n=$(threads "$1")
 	shift
 	staged v "$@" >run && OMP_NUM_THREADS=$n dspark-forward -q run >log && dspark-manifest merge v >merged
 }
@@ -138,9 +138,9 @@ for type in fp32 bf16; do
 	fi
 	variant "$type, --rank of 3" $type told 3 --compute-dtype $type
 	variant "$type, torchrun's environment" $type torchrun --compute-dtype $type
-	variant "$type, 1 thread" $type threads 1 --compute-dtype $type
-	variant "$type, 3 threads, windows of 300 tokens" $type threads 3 --compute-dtype $type --window-tokens 300
-	variant "$type, windows of 1 token" $type threads 2 --compute-dtype $type --window-tokens 1
+	variant "$type, 1 thread" $type with_threads 1 --compute-dtype $type
+	variant "$type, 3 threads, windows of 300 tokens" $type with_threads 3 --compute-dtype $type --window-tokens 300
+	variant "$type, windows of 1 token" $type with_threads 2 --compute-dtype $type --window-tokens 1
 	variant "$type, from a copy" $type copied raw $type
 	variant "$type, from an LZ4 copy" $type copied lz4 $type
 done

@@ -6,6 +6,7 @@
 #	fail NAME [FILE]		not ok, with FILE as diagnostics
 #	skip NAME REASON		ok, counted as skipped
 #	check NAME COMMAND...		runs COMMAND, pass or fail by its exit status
+#	threads N			N, or DSPARK_TEST_THREADS where that is smaller
 #	$tmp				a scratch directory, removed at the end
 #
 # The Makefile gives PATH (the built commands first), top_srcdir, top_builddir, PYTHON, MPIEXEC, GOLDEN.
@@ -18,6 +19,10 @@ tap_failed=0
 tmp=$(mktemp -d "${TMPDIR:-/tmp}/dspark-test.XXXXXX") || exit 99
 trap 'rm -rf "$tmp"' EXIT
 trap 'exit 99' HUP INT TERM
+
+threads() {
+	if [ "${DSPARK_TEST_THREADS:-$1}" -lt "$1" ]; then echo "$DSPARK_TEST_THREADS"; else echo "$1"; fi
+}
 
 pass() {
 	tap_n=$((tap_n + 1))
