@@ -8,6 +8,7 @@
 #include <config.h>
 #endif
 
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
@@ -376,9 +377,25 @@ out:
 	return rc;
 }
 
+/* Has a copy been made or begun in the directory? One that found no room leaves stage.json alone. */
+static bool holds_copies(const char *dir)
+{
+	static const char *const parts[] = { "rank-", ".rank-", "index-" };
+	DIR *d = opendir(dir);
+	struct dirent *ent;
+	bool found = !d;
+
+	while (!found && (ent = readdir(d)))
+		for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
+			found |= !strncmp(ent->d_name, parts[i], strlen(parts[i]));
+	if (d)
+		closedir(d);
+	return found;
+}
+
 /*
- * What is there decides: taken, replaced (a stage by reference holds nothing of value) or left to
- * its user.
+ * What is there decides: taken, replaced (a stage by reference, or of copies none of which was
+ * made, holds nothing of value) or left to its user.
  */
 static int settle_form(struct maker *m, struct err *e)
 {
@@ -387,7 +404,7 @@ static int settle_form(struct maker *m, struct err *e)
 
 	m->head.form = m->o->form;
 	m->may_copy = true;
-	if (rc || old.form == STAGE_REFERENCE) {
+	if (rc || old.form == STAGE_REFERENCE || !holds_copies(m->dir)) {
 		rc = rc < 0 ? -1 : 0;
 	} else if (strcmp(old.key, m->head.key)) {
 		rc = err_refuse(e,

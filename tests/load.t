@@ -121,6 +121,13 @@ check "an estimate" expect 1 "estimate" dspark-load estimate
 check "a stage in the checkpoint" expect 1 "would lie in the checkpoint" dspark-load -s model/stage p1
 check "a stage in the cache" expect 1 "would lie in the cache" dspark-load -s out p1
 check "a copy of another form" expect 1 "not 'lz4'" dspark-load --copy=lz4 -s copy.stage p1
+no_room() { (ulimit -f 8 && exec dspark-load -q --copy -s "$1" p1); }
+check "no room for a copy" expect 3 "cannot write '.*rank-00000" no_room tight
+packs_instead() { dspark-load -q --copy=lz4 -s tight p1 >r && [ "$(member form <r)" = lz4 ]; }
+check "leaves the directory to another form" packs_instead
+check "again no room" expect 3 "cannot write '.*rank-00000" no_room tighter
+refers_instead() { dspark-load -q -s tighter p1 >r && [ "$(member form <r)" = reference ]; }
+check "and to a stage by reference" refers_instead
 : >file
 check "a file in the way" expect 3 "Not a directory" dspark-load -s file p1
 full() { dspark-load p1 >/dev/full 2>"$tmp/err"; [ $? -eq 3 ] && grep -q "standard output" "$tmp/err"; }
