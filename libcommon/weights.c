@@ -120,6 +120,7 @@ struct filler {
 	size_t n;
 	pthread_mutex_t lock;
 	size_t at, source;		/* the next slice: weight, source and its first row */
+	size_t step;			/* sources after `source`, of those that go in step */
 	int64_t row;
 	uint64_t read;
 	struct err err;
@@ -139,18 +140,39 @@ static int64_t slice_rows(const struct weights *w, const struct weight_source *s
 	return n < 1 ? 1 : n;
 }
 
+/*
+ * Sources that are read in step from `source` on: rows of gate and of up share panels, and a panel
+ * takes memory until it has all its rows.
+ */
+static size_t in_step(const struct bound *b, size_t source)
+{
+	const struct weight_source *gate = &b->source[source], *up = gate + 1;
+
+	if (b->field->use != USE_GATED || source + 1 == b->nsources)
+		return 1;
+	return gate->index == up->index && gate->rows == up->rows &&
+			       gate->entry->dtype == up->entry->dtype
+		       ? 2
+		       : 1;
+}
+
 static void take_slice(struct filler *f, struct slice *out)
 {
 	const struct bound *b = f->todo[f->at];
-	const struct weight_source *src = &b->source[f->source];
+	const struct weight_source *src = &b->source[f->source + f->step];
 	int64_t n = slice_rows(f->w, src, b->field->cols), left = src->rows - f->row;
+	size_t together = in_step(b, f->source);
 
 	*out = (struct slice){ b, src, f->row, n < left ? n : left };
+	if (++f->step < together)
+		return;
+	f->step = 0;
 	f->row += out->rows;
 	if (f->row < src->rows)
 		return;
 	f->row = 0;
-	if (++f->source < b->nsources)
+	f->source += together;
+	if (f->source < b->nsources)
 		return;
 	f->source = 0;
 	f->at++;
