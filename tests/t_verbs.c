@@ -445,9 +445,14 @@ static void one_attention(int heads, int kv_heads, int width, int value, int64_t
 	struct both val = both_random(t, nk, kv_heads * value, 0),
 		    out = both_tensor(t, nq, heads * value, 2, NULL);
 	struct attention a = { heads, kv_heads, width, value, 1.3f, window, NULL }, b = a;
+	float *sinks = bed_numbers(heads);
 	struct pair sink;
 
-	pair_make(&sink, USE_VECTOR, WEIGHT_FP32, DT_F32, 1, heads, 1);
+	for (int i = 0; v & 16 && i < heads; i += 2)
+		sinks[i] = -INFINITY;
+	bed_weight(&dut, &sink.dut, USE_VECTOR, WEIGHT_FP32, DT_F32, 1, heads, 1, sinks);
+	bed_weight(&ref, &sink.ref, USE_VECTOR, WEIGHT_FP32, DT_F32, 1, heads, 1, sinks);
+	free(sinks);
 	a.sink = v & 4 ? &sink.dut : NULL;
 	b.sink = v & 4 ? &sink.ref : NULL;
 	dut.be->attention(&dut, out.dut, q.dut, k.dut, val.dut, &a, pieces, n);
@@ -474,6 +479,9 @@ static void test_attention(void)
 			one_attention(shapes[i][0], shapes[i][1], shapes[i][2], shapes[i][3],
 				      windows[w], v);
 	one_attention(2, 2, 16, 16, 0, 8);
+	/* some heads' sinks are -inf: no sink, also for rows that see nothing of a tile's block */
+	one_attention(3, 1, 16, 16, 0, 4 + 16);
+	one_attention(3, 1, 16, 16, 5, 4 + 16);
 }
 
 static void test_rows_and_store(void)

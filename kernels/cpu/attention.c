@@ -138,6 +138,7 @@ static void load_queries(const struct job *j, const struct tile *t, const struct
 	for (int64_t r = 0; r < ROWS; r++) {
 		int64_t query = t->query + r / t->heads, head = t->head + r % t->heads;
 		const struct weight *sink = j->a->sink;
+		float first = LEAST;
 
 		if (r < t->queries * t->heads)
 			operand(j, w->q + (size_t)r * pitch,
@@ -145,8 +146,9 @@ static void load_queries(const struct job *j, const struct tile *t, const struct
 				j->a->width, j->qk->K);
 		else
 			memset(w->q + (size_t)r * pitch, 0, pitch);
-		w->max[r] =
-			sink && r < t->queries * t->heads ? ref_vector(sink)[head] * LOG2_E : LEAST;
+		if (sink && r < t->queries * t->heads)
+			first = ref_vector(sink)[head] * LOG2_E;
+		w->max[r] = first < LEAST ? LEAST : first;
 		w->total[r] = sink ? 1 : 0;
 	}
 	memset(w->sums, 0, (size_t)(ROWS * j->pv->N) * sizeof(float));
@@ -328,8 +330,8 @@ static int one_tile(const struct job *j, const struct tile *t, struct desk *w, s
 }
 
 /*
- * Cuts a desk out of p, or only measures with p NULL. The packing step uses q and p, which lie one
- * behind the other, as its block of rows.
+ * Cuts a desk out of p, or only measures with p NULL. The packing step uses q as its block of rows,
+ * which has room for the wider of keys and values.
  */
 static size_t desk_at(const struct job *j, char *p, struct desk *w)
 {
