@@ -111,7 +111,6 @@ static int write_row(struct capture *c, int64_t row, const int32_t *ids, const u
 		return -1;
 	if (w->nonfinite && c->nonfinite == NONFINITE_STOP)
 		return refuse_row(c, row, states, last, len, e);
-	c->rows++;
 	return w->written == w->rows ? hand_over(c, e) : 0;
 }
 

@@ -56,35 +56,35 @@ struct capture {
 	struct shard_writer *whole;	/* full, not published yet; under lock */
 	int next;			/* buffer the forward fills next */
 
-	/* For the summary; while the thread runs, under lock. */
+	/* For the summary; while the threads run, under lock. */
 	double busy, waited;	/* seconds the threads worked, and the forward waited for them */
 	uint64_t bytes;
-	int64_t rows, shards, quarantined;
+	int64_t shards, quarantined;
 };
 
 /*
- * Allocates two buffers of `window` tokens and starts the thread. The options above `buffer` are
+ * Allocates two buffers of `window` tokens and starts the threads. The options above `buffer` are
  * set by the caller before.
  */
 int capture_open(struct capture *c, int64_t window, struct err *e);
 
 /*
- * The buffer to fill for rows [first, first + n): waits until one is free; -1 when the thread has
+ * The buffer to fill for rows [first, first + n): waits until one is free; -1 when a thread has
  * failed (its error is given).
  */
 int capture_take(struct capture *c, int64_t first, int64_t n, struct capture_buffer **b,
 		 struct err *e);
-/* Hands it to the thread. */
+/* Hands it to the writing thread. */
 void capture_give(struct capture *c, struct capture_buffer *b);
 
 /*
- * Waits for everything handed over, ends the thread, gives its error. The open shard, if rows are
- * missing, is dropped.
+ * Waits for everything handed over and for what `begin` started, ends the threads, gives the first
+ * error of theirs. The open shard, if rows are missing, is dropped.
  */
 int capture_close(struct capture *c, struct err *e);
 /*
- * Ends the thread at once (after its current window) and drops the open shard. Legal on a zeroed or
- * closed capture.
+ * Ends the threads after the current window, `begin` and whole shards, which are published still;
+ * drops the open shard. Legal on a zeroed or closed capture.
  */
 void capture_abort(struct capture *c);
 

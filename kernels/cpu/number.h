@@ -213,14 +213,6 @@ static inline float exp_limited(float x)
 	return (p * r * r + r + 1.0f) * float_from_bits(power);
 }
 
-/* e^x for softmax, where what is far below the largest is nothing. */
-static inline float exp_or_zero(float x)
-{
-	float y = exp_limited(x);
-
-	return x < -80.0f ? 0.0f : y;
-}
-
 /* x = x * y + z, rounded once where the machine can. */
 static inline void vec_fma(vec *x, const vec *y, float z)
 {
