@@ -159,6 +159,9 @@ static void test_matmul(void)
 	/* K in several blocks */
 	for (variant = 0; variant < 256; variant += 23)
 		one_matmul(65, 70, 3100 * (1 + (variant & 3)), variant);
+	/* and several tiles to a group, which there are where BF16 is expanded */
+	if (dut.compute == DT_BF16)
+		one_matmul(513, 200, 3100, 0);
 }
 
 static void one_matmul_gate(int64_t T, int64_t I, int64_t K, int variant)
@@ -408,6 +411,9 @@ static void test_experts(void)
 		one_experts(rows[i], 33, 16, 1, 0, 1, v + 12);
 	}
 	one_experts(10, 16, 16, 40, 38, 2, 25);
+	/* K of down in several blocks, groups of several tiles */
+	one_experts(150, 20, 4200, 2, 0, 2, 0);
+	one_experts(150, 20, 4200, 2, 0, 2, 8);
 }
 
 /*
