@@ -377,7 +377,9 @@ out:
 	return rc;
 }
 
-/* Has a copy been made or begun in the directory? One that found no room leaves stage.json alone. */
+/*
+ * Has a copy been made or begun in the directory? One that found no room leaves stage.json alone.
+ */
 static bool holds_copies(const char *dir)
 {
 	static const char *const parts[] = { "rank-", ".rank-", "index-" };
