@@ -631,6 +631,41 @@ static void test_nan(void)
 	dut.be->weight_free(&dut, &w);
 }
 
+/*
+ * One value of key 130 that is not finite: it reaches the queries that ref says it does, of those
+ * beside them in a tile and of the other kv head and row of data none.
+ */
+static void test_nan_value(float bad, int64_t window)
+{
+	struct piece pieces[] = { { 0, 200, 0, 200, 0, 200 }, { 200, 140, 0, 140, 200, 140 } };
+	struct attention a = { 4, 2, 24, 24, 1, window, NULL };
+	float *v = bed_numbers(340 * 48), *got, *want;
+	struct both q = both_random(DT_F32, 340, 96, 0), k = both_random(DT_F32, 340, 48, 0), val,
+		    out = both_tensor(DT_F32, 340, 96, 0, NULL);
+	int wrong = 0, reached = 0;
+
+	v[130 * 48 + 25] = bad;
+	val = both_tensor(DT_F32, 340, 48, 0, v);
+	dut.be->attention(&dut, out.dut, q.dut, k.dut, val.dut, &a, pieces, 2);
+	ref.be->attention(&ref, out.ref, q.ref, k.ref, val.ref, &a, pieces, 2);
+	got = bed_floats(&dut, out.dut);
+	want = bed_floats(&ref, out.ref);
+	for (int i = 0; i < 340 * 96; i++) {
+		reached += !isfinite(want[i]);
+		wrong += !isfinite(got[i]) != !isfinite(want[i]);
+	}
+	ok(reached == (window ? 2 * window : 2 * 70) && !wrong, "%s",
+	   label("attention", "%f among the values reaches who sees it, window %d", (double)bad,
+		 (int)window));
+	free(got);
+	free(want);
+	free(v);
+	both_drop(q);
+	both_drop(k);
+	both_drop(val);
+	both_drop(out);
+}
+
 /* A NaN among the keys, and a NaN router logit. */
 static void test_nan_further(void)
 {
@@ -921,6 +956,9 @@ int main(int argc, char **argv)
 			test_rows_beside();
 			test_nan();
 			test_nan_further();
+			test_nan_value(NAN, 0);
+			test_nan_value(INFINITY, 0);
+			test_nan_value(-INFINITY, 17);
 			test_weight_bytes();
 			test_fill_from_threads();
 			test_refusals();

@@ -23,6 +23,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "cache_scan.h"
 #include "cpu.h"
 #include "mem.h"
 #include "number.h"
@@ -73,12 +74,14 @@ struct desk {
 	struct call qk, pv_call;
 };
 
+#define LINE 64
+
 static size_t block_bytes(const struct job *j)
 {
-	return j->qk->packed_bytes + j->pv->packed_bytes;
+	return j->qk->packed_bytes + j->pv->packed_bytes + LINE;
 }
 
-/* Packed K of a block of the batch, V behind it. */
+/* Packed K of a block of the batch, V behind it, then whether V lacks anything (leave_out). */
 static char *block_at(const struct job *j, int64_t block)
 {
 	return cpu_of(j->d)->shared.p + (size_t)block * block_bytes(j);
@@ -106,12 +109,40 @@ static void operand(const struct job *j, char *dst, const void *src, enum dtype 
 	memset(dst + (size_t)n * size, 0, (size_t)(width - n) * size);
 }
 
+static bool *lacking(const struct job *j, char *block)
+{
+	return (bool *)(block + j->qk->packed_bytes + j->pv->packed_bytes);
+}
+
+static float number_at(const struct job *j, const void *operands, int64_t i)
+{
+	return j->operand == DT_F32 ? ((const float *)operands)[i]
+				    : dtype_bf16_to_f32(((const uint16_t *)operands)[i]);
+}
+
+/*
+ * Values that are not finite would reach queries that do not see their key: 0 times NaN is NaN.
+ * They are 0 in the product, and add_left_out brings them to who sees them. True if there are any.
+ */
+static bool leave_out(const struct job *j, char *row, int64_t n)
+{
+	size_t size = dtype_size(j->operand);
+	bool zero;
+
+	if (scan_finite(row, (size_t)n * size, j->operand, &zero))
+		return false;
+	for (int64_t c = 0; c < n; c++)
+		if (!isfinite(number_at(j, row, c)))
+			memset(row + (size_t)c * size, 0, size);
+	return true;
+}
+
 /*
  * Block b of a piece, one kv head: rows as operands, zeros behind the last key, then packed. `work`
  * has room for one block of rows.
  */
 static int pack_one(const struct job *j, const struct piece *p, int64_t b, int kv, char *to,
-		    char *work, char *scratch, bool value, struct err *e)
+		    char *work, char *scratch, bool value, bool *lacks, struct err *e)
 {
 	const struct product *x = value ? j->pv : j->qk;
 	struct tensor t = value ? j->v : j->k;
@@ -119,13 +150,17 @@ static int pack_one(const struct job *j, const struct piece *p, int64_t b, int k
 		left = p->kv_count - b * BLOCK;
 	size_t pitch = (size_t)padded * dtype_size(j->operand);
 
+	*lacks = false;
 	for (int64_t i = 0; i < BLOCK; i++) {
+		char *row = work + (size_t)i * pitch;
+
 		if (i < left)
-			operand(j, work + (size_t)i * pitch,
-				ref_at(t, p->kv_begin + b * BLOCK + i, kv * width), t.dtype, width,
-				padded);
+			operand(j, row, ref_at(t, p->kv_begin + b * BLOCK + i, kv * width), t.dtype,
+				width, padded);
 		else
-			memset(work + (size_t)i * pitch, 0, pitch);
+			memset(row, 0, pitch);
+		if (value && leave_out(j, row, width))
+			*lacks = true;
 	}
 	return onednn_pack(x, to, work, scratch, e);
 }
@@ -282,6 +317,35 @@ static void accumulate(const struct job *j, const struct desk *w)
 	}
 }
 
+/* A value that leave_out took, times its probability to the queries that see its key. */
+static void add_value(const struct job *j, const struct tile *t, int64_t key, int64_t c,
+		      float value, const struct desk *w)
+{
+	for (int64_t r = 0; r < t->queries * t->heads; r++) {
+		int64_t lo, hi;
+
+		range_of(j, &j->piece[t->piece], t->query + r / t->heads, &lo, &hi);
+		if (key >= lo && key < hi)
+			w->pv[r * j->pv->N + c] +=
+				value * number_at(j, w->p, r * BLOCK + key % BLOCK);
+	}
+}
+
+static void add_left_out(const struct job *j, const struct tile *t, int64_t b, const struct desk *w)
+{
+	const struct piece *p = &j->piece[t->piece];
+	int64_t width = j->a->value_width, first = t->head / j->group * width;
+
+	for (int64_t key = b * BLOCK; key < (b + 1) * BLOCK && key < p->kv_count; key++)
+		for (int64_t c = 0; c < width; c++) {
+			float value = ref_round(ref_get(j->v, p->kv_begin + key, first + c),
+						j->rounded);
+
+			if (!isfinite(value))
+				add_value(j, t, key, c, value, w);
+		}
+}
+
 /* Nothing above LEAST: no key at all, or scores that are not finite. */
 static float of_nothing(const struct job *j, const struct piece *p, int64_t query)
 {
@@ -316,13 +380,15 @@ static int one_tile(const struct job *j, const struct tile *t, struct desk *w, s
 
 	load_queries(j, t, w);
 	for (; b * BLOCK < end; b++) {
-		const char *k = block_at(j, t->first_block + b), *v = k + j->qk->packed_bytes;
+		char *k = block_at(j, t->first_block + b), *v = k + j->qk->packed_bytes;
 
 		if (onednn_run(&w->qk, w->scores, w->q, k, w->scratch, e))
 			return -1;
 		soften(j, t, b, w);
 		if (onednn_run(&w->pv_call, w->pv, w->p, v, w->scratch, e))
 			return -1;
+		if (*lacking(j, k))
+			add_left_out(j, t, b, w);
 		accumulate(j, w);
 	}
 	save_rows(j, t, w);
@@ -417,9 +483,10 @@ static void run(const struct job *j)
 				pair++;
 			p = &j->piece[pair->piece];
 			if (!e.code && !pack_one(j, p, block - pair->first_block, pair->kv, to, w.q,
-						 w.scratch, false, &e))
+						 w.scratch, false, lacking(j, to), &e))
 				pack_one(j, p, block - pair->first_block, pair->kv,
-					 to + j->qk->packed_bytes, w.q, w.scratch, true, &e);
+					 to + j->qk->packed_bytes, w.q, w.scratch, true,
+					 lacking(j, to), &e);
 		}
 #pragma omp for schedule(dynamic)
 		for (int64_t i = 0; i < j->tiles; i++)
