@@ -13,6 +13,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "err.h"
@@ -103,8 +104,15 @@ struct stage_buffer {
 	char *packed, *scratch, *block;
 };
 
+/* What a file was when the stage was opened. */
+struct seen {
+	uint64_t size;
+	int64_t mtime_ns;
+};
+
 struct stage_state {
 	struct stage_index index;
+	struct seen *seen;		/* [nfiles] */
 	struct entry_index by_name;
 	pthread_mutex_t lock;
 	struct stage_buffer *idle;
@@ -186,7 +194,8 @@ static int name_files(struct stage *s, const struct stage_head *h, struct err *e
 	s->nfiles = s->form == STAGE_REFERENCE ? h->nfiles : 1;
 	s->file = mem_calloc(s->nfiles, sizeof *s->file, e);
 	s->fd = mem_calloc(s->nfiles, sizeof *s->fd, e);
-	if (!s->file || !s->fd)
+	s->state->seen = mem_calloc(s->nfiles, sizeof *s->state->seen, e);
+	if (!s->file || !s->fd || !s->state->seen)
 		return -1;
 	for (i = 0; i < s->nfiles; i++)
 		s->fd[i] = -1;
@@ -217,6 +226,7 @@ static int check_file(const struct stage *s, size_t i, const struct stage_head *
 				  "'%s' is damaged: it has %" PRIu64 " bytes, %" PRIu64
 				  " were staged; run dspark-load again",
 				  s->file[i], size, s->state->index.size);
+	s->state->seen[i] = (struct seen){ size, mtime };
 	return 0;
 }
 
@@ -297,6 +307,7 @@ void stage_release(struct stage *s)
 			s->state->idle = b->next;
 			buffer_free(b);
 		}
+		free(s->state->seen);
 		stage_index_release(&s->state->index);
 		entry_index_release(&s->state->by_name);
 		pthread_mutex_destroy(&s->state->lock);
@@ -402,6 +413,21 @@ static int check_hash(const struct stage *s, const struct entry *t, const void *
 	return strcmp(hex, s->state->index.place[t - s->entry].hash) ? damaged(s, t, e) : 0;
 }
 
+/* Where no hash judges what was read: a file written meanwhile must not become the target. */
+static int check_unchanged(const struct stage *s, int i, int fd, struct err *e)
+{
+	const struct seen *seen = &s->state->seen[i];
+	struct stat st;
+
+	if (fstat(fd, &st))
+		return err_input(e, "cannot look at '%s'", s->file[i]);
+	if ((uint64_t)st.st_size == seen->size &&
+	    (int64_t)st.st_mtim.tv_sec * 1000000000 + st.st_mtim.tv_nsec == seen->mtime_ns)
+		return 0;
+	return err_refuse(e, "'%s' changed while it was read: run %sdspark-load again", s->file[i],
+			  s->form == STAGE_REFERENCE ? "dspark-plan and " : "");
+}
+
 int stage_read(struct stage *s, const struct entry *t, void *buf, uint64_t off, uint64_t n,
 	       struct err *e)
 {
@@ -423,7 +449,8 @@ int stage_read(struct stage *s, const struct entry *t, void *buf, uint64_t off, 
 		return read_blocks(s, fd, t, buf, off, n, e);
 	if (file_pread(fd, s->file[t->file], buf, n, t->begin + off, e))
 		return -1;
-	return s->form == STAGE_COPY && n == total ? check_hash(s, t, buf, n, e) : 0;
+	return s->form == STAGE_COPY && n == total ? check_hash(s, t, buf, n, e)
+						   : check_unchanged(s, t->file, fd, e);
 }
 
 void stage_ahead(struct stage *s, const struct entry *t, uint64_t off, uint64_t n)

@@ -131,7 +131,8 @@ uint64_t stage_bytes(const struct entry *t);
 /*
  * Bytes [off, off + n) of an entry's held bytes, decoded; byte 0 is the first of row entry->row0.
  * Thread-safe. A damaged LZ4 block, and a damaged copied tensor when all of it is read at once, is
- * refused. LZ4 blocks are decoded anew in each call: read in large pieces.
+ * refused; so is what no hash judges once its file has another size or mtime than at stage_open.
+ * LZ4 blocks are decoded anew in each call: read in large pieces.
  */
 int stage_read(struct stage *s, const struct entry *entry, void *buf, uint64_t off, uint64_t n,
 	       struct err *e);

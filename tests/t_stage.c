@@ -747,7 +747,8 @@ static void test_changed(void)
 	struct stage_made made;
 	struct stage s;
 	struct bed b;
-	char *path;
+	char *path, byte[1];
+	size_t i;
 
 	bed_open(&b, (struct stage_mesh){ 1, 1, 1, false });
 	must(make(&b, STAGE_REFERENCE, NULL, NULL, &e), &e);
@@ -760,6 +761,13 @@ static void test_changed(void)
 	ok(!make(&b, STAGE_REFERENCE, NULL, &made, &e) && !made.reused &&
 		   !stage_open(&s, b.stage, b.p.stage_key, 0, &e),
 	   "staging again looks at it again");
+	for (i = 0; i + 1 < s.nentries && strcmp(s.file[s.entry[i].file], path); i++)
+		;
+	ok(!stage_read(&s, &s.entry[i], byte, 0, 1, &e), "what is as it was is read");
+	must(utimensat(AT_FDCWD, path, (struct timespec[2]){ { 1, 2 }, { 5, 6 } }, 0), &e);
+	ok(stage_read(&s, &s.entry[i], byte, 0, 1, &e) &&
+		   strstr(e.text, "b.safetensors' changed while it was read"),
+	   "what is touched while the stage is open is not (%s)", e.text);
 	stage_release(&s);
 	unlink(path);
 	open_refused(&b, "b.safetensors", "a checkpoint without a file");
