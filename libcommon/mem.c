@@ -4,6 +4,8 @@
 #include <config.h>
 #endif
 
+#include <malloc.h>
+#include <pthread.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -69,11 +71,25 @@ int mem_grow(void *array, size_t *cap, size_t want, size_t size, struct err *e)
 	return 0;
 }
 
+/*
+ * glibc raises the size from which blocks are mapped on their own as such blocks are freed. Aligned
+ * ones then lie between others, and what is freed of them is not found again.
+ */
+static void map_huge_apart(void)
+{
+#ifdef M_MMAP_THRESHOLD
+	mallopt(M_MMAP_THRESHOLD, (int)HUGE_FROM);
+#endif
+}
+
 void *mem_aligned(size_t bytes, struct err *e)
 {
+	static pthread_once_t once = PTHREAD_ONCE_INIT;
 	size_t align = bytes >= HUGE_FROM ? HUGE_PAGE : 64;
 	void *p;
 
+	if (align == HUGE_PAGE)
+		pthread_once(&once, map_huge_apart);
 	if (posix_memalign(&p, align, bytes ? bytes : 1))
 		return out_of_memory(e, bytes);
 	if (align == HUGE_PAGE)
