@@ -25,23 +25,29 @@ static double dot(const float *x, const char *w, enum dtype d, int64_t n)
 	return sum;
 }
 
+/* Row t of x as operands of w, [K]. */
+static void load_row(float *xr, struct tensor x, int64_t t, const struct weight *w)
+{
+	for (int64_t c = 0; c < w->cols; c++)
+		xr[c] = ref_round(ref_get(x, t, c), ref_of(w)->dtype);
+}
+
+static double times_row(const float *xr, const struct weight *w, int64_t n)
+{
+	const struct ref_weight *h = ref_of(w);
+
+	return dot(xr, h->data + (size_t)(n * w->cols) * dtype_size(h->dtype), h->dtype, w->cols);
+}
+
 void ref_matmul(struct device *d, struct tensor out, struct tensor x, const struct weight *w,
 		const struct weight *bias, bool add)
 {
-	const struct ref_weight *h = ref_of(w);
-	size_t row = (size_t)w->cols * dtype_size(h->dtype);
-	float *xr;	/* [K], a row of x as operand */
+	float *xr = ref_good(d) ? mem_calloc((size_t)w->cols, sizeof *xr, &d->err) : NULL;
 
-	if (!ref_good(d))
-		return;
-	xr = mem_calloc((size_t)w->cols, sizeof *xr, &d->err);
-	if (!xr)
-		return;
-	for (int64_t t = 0; t < x.rows; t++) {
-		for (int64_t c = 0; c < w->cols; c++)
-			xr[c] = ref_round(ref_get(x, t, c), h->dtype);
+	for (int64_t t = 0; t < x.rows && xr; t++) {
+		load_row(xr, x, t, w);
 		for (int64_t n = 0; n < w->rows; n++) {
-			double sum = dot(xr, h->data + (size_t)n * row, h->dtype, w->cols);
+			double sum = times_row(xr, w, n);
 
 			if (bias)
 				sum += ref_vector(bias)[n];
@@ -56,27 +62,15 @@ void ref_matmul(struct device *d, struct tensor out, struct tensor x, const stru
 void ref_matmul_gate(struct device *d, struct tensor out, struct tensor x, const struct weight *w,
 		     const struct act *a)
 {
-	const struct ref_weight *h = ref_of(w);
-	size_t row = (size_t)w->cols * dtype_size(h->dtype);
+	float *xr = ref_good(d) ? mem_calloc((size_t)w->cols, sizeof *xr, &d->err) : NULL;
 	int64_t I = w->rows / 2;
-	float *xr;	/* [K], a row of x as operand */
 
-	if (!ref_good(d))
-		return;
-	xr = mem_calloc((size_t)w->cols, sizeof *xr, &d->err);
-	if (!xr)
-		return;
-	for (int64_t t = 0; t < x.rows; t++) {
-		for (int64_t c = 0; c < w->cols; c++)
-			xr[c] = ref_round(ref_get(x, t, c), h->dtype);
-		for (int64_t n = 0; n < I; n++) {
-			const char *gate = h->data + (size_t)n * row,
-				   *up = h->data + (size_t)(I + n) * row;
-
+	for (int64_t t = 0; t < x.rows && xr; t++) {
+		load_row(xr, x, t, w);
+		for (int64_t n = 0; n < I; n++)
 			ref_set(out, t, n,
-				ref_act(a, (float)dot(xr, gate, h->dtype, w->cols),
-					(float)dot(xr, up, h->dtype, w->cols)));
-		}
+				ref_act(a, (float)times_row(xr, w, n),
+					(float)times_row(xr, w, I + n)));
 	}
 	free(xr);
 }
