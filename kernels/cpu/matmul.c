@@ -222,11 +222,16 @@ static void finish_row(const struct job *j, void *out, float *restrict sums, con
 			o[i] += sums[i];
 		return;
 	}
-	if (j->add)
+	if (j->add) {
 		run_load(old, out, j->out.dtype, n);
-	for (int64_t i = 0; j->add && i < n; i++)
-		sums[i] += old[i];
-	run_save(out, j->out.dtype, sums, n);
+		for (int64_t i = 0; i < n; i++)
+			sums[i] += old[i];
+		run_save(out, j->out.dtype, sums, n);
+		return;
+	}
+	if (j->out.dtype != DT_F32)
+		run_save(sums, j->out.dtype, sums, n);
+	run_stream(out, sums, (size_t)n * dtype_size(j->out.dtype));
 }
 
 /*
@@ -249,7 +254,7 @@ static void finish(void *ctx, int64_t t, int64_t panel, void *tile)
 	uint16_t *rounded = tile;
 
 	for (; j->rounds && row < end; row++, rounded += pitch)
-		memcpy(ref_at(j->out, row, c0), rounded, (size_t)n * sizeof *rounded);
+		run_stream(ref_at(j->out, row, c0), rounded, (size_t)n * sizeof *rounded);
 	for (; row < end; row++, sums += pitch) {
 		if (j->act)
 			cpu_act_row(act, sums, sums + wide, j->act, n);
@@ -288,6 +293,7 @@ static void run(const struct job *j, int64_t first, int64_t n, int64_t each)
 				cpu_panel(&b, 0, task % w->panels, tile_rows(j, g.first, base),
 					  left < each ? left : each, finish, &g, &e);
 		}
+		run_stream_end();
 		cpu_bench_end(&b);
 		if (e.code)
 			cpu_fail(j->d, &e);

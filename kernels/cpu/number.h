@@ -10,7 +10,7 @@
 
 #include <stdint.h>
 #include <string.h>
-#ifdef __AVX512F__
+#ifdef __x86_64__
 #include <immintrin.h>
 #endif
 
@@ -179,6 +179,41 @@ static inline void run_save(void *dst, enum dtype d, const float *src, int64_t n
 	} else {
 		dtype_convert(dst, d, src, DT_F32, (size_t)n);
 	}
+}
+
+/*
+ * memcpy past the caches, whole lines of dst at least: large results need not be read before they
+ * are written. Other threads see it after run_stream_end by this one.
+ */
+static inline void run_stream(void *dst, const void *src, size_t n)
+{
+#ifdef __x86_64__
+	char *to = dst;
+	const char *from = src;
+	size_t head = -(uintptr_t)to % 64;
+
+	head = head < n ? head : n;
+	memcpy(to, from, head);
+	for (to += head, from += head, n -= head; n >= 64; to += 64, from += 64, n -= 64) {
+#ifdef __AVX512F__
+		_mm512_stream_si512((void *)to, _mm512_loadu_si512(from));
+#else
+		for (int i = 0; i < 64; i += 16)
+			_mm_stream_si128((void *)(to + i),
+					 _mm_loadu_si128((const void *)(from + i)));
+#endif
+	}
+	memcpy(to, from, n);
+#else
+	memcpy(dst, src, n);
+#endif
+}
+
+static inline void run_stream_end(void)
+{
+#ifdef __x86_64__
+	_mm_sfence();
+#endif
 }
 
 static inline void run_round(float *x, enum dtype d, int64_t n)
