@@ -26,6 +26,8 @@ uint64_t weight_bytes(const struct weight *w, enum dtype compute)
 {
 	uint64_t count = (uint64_t)w->count, plain = count * (uint64_t)w->rows * (uint64_t)w->cols;
 
+	if (w->reader)
+		return 0;
 	switch (w->use) {
 	case USE_PRODUCT:
 	case USE_GATED:
@@ -104,6 +106,17 @@ static void no_experts(struct device *d, struct tensor sum, struct tensor x, str
 	(void)d, (void)sum, (void)x, (void)ids, (void)weights, (void)ex, (void)add;
 }
 
+static void no_pick(struct device *d, struct tensor out, struct tensor x, struct tensor index)
+{
+	(void)d, (void)out, (void)x, (void)index;
+}
+
+static void no_combine(struct device *d, struct tensor sum, struct tensor y, struct tensor index,
+		       struct tensor weights, bool add)
+{
+	(void)d, (void)sum, (void)y, (void)index, (void)weights, (void)add;
+}
+
 const struct backend backend_measure = {
 	.name = "measure",
 	.rows = no_rows,
@@ -116,4 +129,6 @@ const struct backend backend_measure = {
 	.add = no_add,
 	.route = no_route,
 	.experts = no_experts,
+	.pick = no_pick,
+	.combine = no_combine,
 };

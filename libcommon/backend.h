@@ -10,7 +10,8 @@
  * Verbs return nothing and may run later: the first failure is kept in device.err, makes every
  * later verb of the device a no-op as far as results go, and is reported by sync. Models call
  * nothing but verbs and never look into tensor memory. Arguments by pointer are read before a verb
- * returns. Memory of a verb's own that grows with T is an argument, taken from scratch.
+ * returns. Memory of a verb's own that grows with T is an argument, taken from scratch. With no
+ * tokens a verb does nothing, and its weights need not be in device memory.
  *
  * Number rules. Products multiply operands of the compute dtype and accumulate in F32. Everything
  * else computes in F32 whatever its operands are stored as and rounds once when it stores. Products
@@ -87,9 +88,20 @@ struct quant {
 };
 
 /*
+ * A table that is not in device memory. rows puts rows ids[0..n) of it to host memory `dst`, n x
+ * cols elements as stored, packed; 0, or -1 with `e` set. The verb `rows` asks from the thread that
+ * called it, as often as it likes, for ids that it has held against the table's rows.
+ */
+struct table_reader {
+	int (*rows)(void *ctx, const int32_t *ids, int64_t n, void *dst, struct err *e);
+	void *ctx;
+};
+
+/*
  * A weight as the model sees it: [count, rows, cols], out features first; a vector is [1, n, 1].
  * `count` > 1 are the experts held. The fields up to `quant` are set by binding, `handle` belongs
- * to the backend: NULL while the weight is not in device memory.
+ * to the backend: NULL while the weight is not in device memory, and always where a USE_TABLE or
+ * USE_RAW weight has a reader, which outlives its use.
  */
 struct weight {
 	int64_t count, rows, cols;
@@ -97,6 +109,7 @@ struct weight {
 	enum weight_unit unit;
 	enum dtype stored;		/* dtype in the checkpoint */
 	const struct quant *quant;	/* packed storage, NULL = plain */
+	const struct table_reader *reader;	/* NULL = `handle` holds it */
 	void *handle;
 };
 
@@ -180,6 +193,12 @@ struct device_options {
 struct backend {
 	const char *name;		/* "ref", "cpu", "cuda" */
 
+	/*
+	 * Device memory is host memory: after sync, transports and the forward may read and write
+	 * what alloc gave.
+	 */
+	bool host_memory;
+
 	/* Fills d->be, compute, threads, state. The device is closed by close. */
 	int (*open)(struct device *d, const struct device_options *o, struct err *e);
 	void (*close)(struct device *d);
@@ -206,11 +225,12 @@ struct backend {
 	/*
 	 * Weights. alloc makes room for `w` as described; fill puts rows [row0, row0+n) of matrix
 	 * `index`, in any order, each row once; calls for different rows may run on different
-	 * threads; ready ends the filling. free is legal on a weight without handle. `src` holds n
-	 * rows as stored: n*cols host elements of dtype `from`, converted to what the weight needs,
-	 * or their codes where w->quant is set. `scales` [n, ceil(cols / block_cols)] of
-	 * quant->scale, one row for each weight row (block rows are repeated by the caller), NULL
-	 * for plain weights.
+	 * threads; ready ends the filling. A matrix of which no row was filled takes no memory as
+	 * far as the system allows, and may not be used; the missing rows of others are zero. free
+	 * is legal on a weight without handle. `src` holds n rows as stored: n*cols host elements
+	 * of dtype `from`, converted to what the weight needs, or their codes where w->quant is
+	 * set. `scales` [n, ceil(cols / block_cols)] of quant->scale, one row for each weight row
+	 * (block rows are repeated by the caller), NULL for plain weights.
 	 */
 	int (*weight_alloc)(struct device *d, struct weight *w, struct err *e);
 	int (*weight_fill)(struct device *d, struct weight *w, int64_t index, int64_t row0,
@@ -222,7 +242,7 @@ struct backend {
 	/*
 	 * out[T, n*cols]: rows ids[t,0] .. ids[t,n-1] of the table side by side; ids i32 [T,n].
 	 * Numbers are rounded to the compute dtype when the table is BULK; integers become out's
-	 * integer dtype.
+	 * integer dtype. A table with a reader gives the same bits.
 	 */
 	void (*rows)(struct device *d, struct tensor out, const struct weight *table,
 		     struct tensor ids);
@@ -283,6 +303,21 @@ struct backend {
 	 */
 	void (*experts)(struct device *d, struct tensor sum, struct tensor x, struct tensor ids,
 			struct tensor weights, const struct experts *ex, bool add);
+
+	/* out[i,:] = x[index[i],:], of any one dtype; index i32 [out.rows, 1]. */
+	void (*pick)(struct device *d, struct tensor out, struct tensor x, struct tensor index);
+
+	/*
+	 * sum F32 [T,N] = (or += with `add`) over s, in slot order, of y[index[t,s],:] F32, times
+	 * weights[t,s] F32 where weights.p is not NULL; index i32 [T,k], negative = nothing.
+	 *
+	 * Tokens whose slots went to several ranks get the bytes of one call of experts: there each
+	 * slot is a row of its own, experts with k = 1 and the slot's weight makes y, and this adds
+	 * without weights; with weight_after_down the weights are ones there and enter here. (Where
+	 * `add` adds to negative zeros, their sign may differ.)
+	 */
+	void (*combine)(struct device *d, struct tensor sum, struct tensor y, struct tensor index,
+			struct tensor weights, bool add);
 };
 
 struct device {

@@ -175,6 +175,52 @@ static void run_experts_in_blocks(struct bench *b, struct tensor out, struct ten
 	experts(b, out, x, c, strcmp(c->name, "master"), true);
 }
 
+#define PARTS 3
+
+/*
+ * Slots of a token are rows of the master set that depend on its own alone; where they lie depends
+ * on the company. Some slots are nothing.
+ */
+static void combine(struct bench *b, struct tensor out, const struct company *c, bool weighted,
+		    bool add)
+{
+	int64_t n = c->n;
+	int32_t index[MASTER * PARTS];
+	float weight[MASTER * PARTS], *parts = bed_numbers(n * PARTS * K_IN);
+	struct tensor y, places, weights;
+
+	for (int64_t i = 0; i < n * PARTS; i++) {
+		int64_t row = c->row[i / PARTS], s = i % PARTS, at = s * n + (n - 1 - i / PARTS);
+
+		index[i] = (row + s) % 4 ? (int32_t)at : -1;
+		weight[i] = 0.1f + (float)(row % 7) * (float)(s + 1);
+		memcpy(parts + at * K_IN, master + (row * 5 + s * 77) % MASTER * K_IN,
+		       K_IN * sizeof *parts);
+	}
+	y = bed_tensor(&b->d, DT_F32, n * PARTS, K_IN, 3, parts);
+	places = bed_ints(&b->d, n, PARTS, index);
+	weights = bed_tensor(&b->d, DT_F32, n, PARTS, 0, weight);
+	b->d.be->combine(&b->d, out, y, places, weighted ? weights : (struct tensor){ 0 }, add);
+	free(parts);
+	bed_drop(&b->d, y);
+	bed_drop(&b->d, places);
+	bed_drop(&b->d, weights);
+}
+
+static void run_combine(struct bench *b, struct tensor out, struct tensor x,
+			const struct company *c)
+{
+	(void)x;
+	combine(b, out, c, false, false);
+}
+
+static void run_combine_weighted(struct bench *b, struct tensor out, struct tensor x,
+				 const struct company *c)
+{
+	(void)x;
+	combine(b, out, c, true, true);
+}
+
 static const struct op ops[] = {
 	{ "matmul", WIDE, DT_F32, run_matmul, false },
 	{ "matmul to bf16", WIDE, DT_BF16, run_matmul, false },
@@ -188,6 +234,8 @@ static const struct op ops[] = {
 	{ "route", 5, DT_F32, run_route, true },
 	{ "experts", K_IN, DT_F32, run_experts, false },
 	{ "experts in blocks", K_IN, DT_F32, run_experts_in_blocks, false },
+	{ "combine", K_IN, DT_F32, run_combine, false },
+	{ "combine with weights, added", K_IN, DT_F32, run_combine_weighted, false },
 };
 
 static void open_bench(struct bench *b, enum dtype compute, int nthreads)

@@ -164,11 +164,27 @@ static void guard_experts(struct device *d, struct tensor sum, struct tensor x, 
 	CLOSE;
 }
 
+static void guard_pick(struct device *d, struct tensor out, struct tensor x, struct tensor index)
+{
+	OPEN;
+	backend_ref.pick(d, out, x, index);
+	CLOSE;
+}
+
+static void guard_combine(struct device *d, struct tensor sum, struct tensor y,
+			  struct tensor index, struct tensor weights, bool add)
+{
+	OPEN;
+	backend_ref.combine(d, sum, y, index, weights, add);
+	CLOSE;
+}
+
 static struct backend guard(void)
 {
 	struct backend b = backend_ref;
 
 	b.name = "guard";
+	b.host_memory = false;
 	b.alloc = guard_alloc;
 	b.free = guard_free;
 	b.upload = guard_upload;
@@ -183,6 +199,8 @@ static struct backend guard(void)
 	b.add = guard_add;
 	b.route = guard_route;
 	b.experts = guard_experts;
+	b.pick = guard_pick;
+	b.combine = guard_combine;
 	return b;
 }
 

@@ -192,4 +192,6 @@ void cpu_give_spare(struct cpu *c, void *p)
 		free(s);
 }
 
-const struct backend backend_cpu = { .name = "cpu", .open = cpu_open, .close = cpu_close };
+const struct backend backend_cpu = {
+	.name = "cpu", .host_memory = true, .open = cpu_open, .close = cpu_close
+};

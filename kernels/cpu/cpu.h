@@ -183,6 +183,8 @@ void cpu_give_spare(struct cpu *c, void *p); /* may be NULL */
 #define cpu_gate                CPU_NAME(gate, CPU_VARIANT)
 #define cpu_add                 CPU_NAME(add, CPU_VARIANT)
 #define cpu_route               CPU_NAME(route, CPU_VARIANT)
+#define cpu_pick                CPU_NAME(pick, CPU_VARIANT)
+#define cpu_combine             CPU_NAME(combine, CPU_VARIANT)
 
 extern const struct backend cpu_verbs;
 
@@ -242,6 +244,8 @@ void cpu_matmul_gate(struct device *d, struct tensor out, struct tensor x, const
 		     const struct act *a);
 void cpu_experts(struct device *d, struct tensor sum, struct tensor x, struct tensor ids,
 		 struct tensor weights, const struct experts *ex, bool add);
+void cpu_combine(struct device *d, struct tensor sum, struct tensor y, struct tensor index,
+		 struct tensor weights, bool add);
 void cpu_attention(struct device *d, struct tensor out, struct tensor q, struct tensor k,
 		   struct tensor v, const struct attention *a, const struct piece *pieces, int n);
 
@@ -251,6 +255,7 @@ void cpu_act_row(float *restrict a, const float *restrict g, const float *restri
 void cpu_upload(struct device *d, struct tensor out, const void *src);
 void cpu_store(struct device *d, void *dst, enum dtype to, int64_t dst_ld, struct tensor x);
 void cpu_rows(struct device *d, struct tensor out, const struct weight *table, struct tensor ids);
+void cpu_pick(struct device *d, struct tensor out, struct tensor x, struct tensor index);
 void cpu_norm(struct device *d, struct tensor out, struct tensor x, const struct weight *w,
 	      float eps, int64_t width);
 void cpu_rope(struct device *d, struct tensor x, int heads, const struct weight *norm, float eps,

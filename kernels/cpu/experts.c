@@ -6,7 +6,7 @@
  *	gather rows of x -> gate_up and activation -> down -> add to the tokens, in slot order
  *
  * A token's ids ascend and so do the experts of successive blocks: adding block by block is adding
- * in slot order.
+ * in slot order. combine is the last step alone, on rows that came from elsewhere.
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
@@ -104,6 +104,13 @@ static void gather_row(const struct job *j, int64_t tile, int64_t i, char *dst)
 		     slot < 0 ? 0 : j->x.cols);
 }
 
+/* The only addition of slots in this file: experts and combine give the same bits. */
+static void add_slot(float *restrict sum, const float *restrict y, float weight, int64_t n)
+{
+	for (int64_t c = 0; c < n; c++)
+		sum[c] += y[c] * weight;
+}
+
 static void add_token(const struct job *j, int64_t t, int64_t first, int64_t n)
 {
 	int64_t cols = j->sum.cols, k = j->ids.cols;
@@ -112,13 +119,9 @@ static void add_token(const struct job *j, int64_t t, int64_t first, int64_t n)
 	for (int64_t s = 0; s < k; s++) {
 		int64_t row = j->where[t * k + s] - first * TILE;
 		float weight = j->ex->weight_after_down ? ref_get(j->weights, t, s) : 1;
-		const float *out;
 
-		if (row < 0 || row >= n * TILE)
-			continue;
-		out = j->out + row * cols;
-		for (int64_t c = 0; c < cols; c++)
-			sum[c] += out[c] * weight;
+		if (row >= 0 && row < n * TILE)
+			add_slot(sum, j->out + row * cols, weight, cols);
 	}
 }
 
@@ -268,11 +271,9 @@ void cpu_experts(struct device *d, struct tensor sum, struct tensor x, struct te
 			 .ex = ex,
 			 .gate_up = packed_of(ex->gate_up),
 			 .down = packed_of(ex->down) };
-	int64_t slots = x.rows * ids.cols,
-		block = (4 * d->threads + j.gate_up->panels - 1) / j.gate_up->panels;
-	int64_t *start = NULL;
+	int64_t slots = x.rows * ids.cols, block, *start;
 
-	if (!ref_good(d) || check_order(&j, &d->err))
+	if (!ref_good(d) || !x.rows || check_order(&j, &d->err))
 		return;
 	if (!add)
 		clear(d, sum);
@@ -286,6 +287,7 @@ void cpu_experts(struct device *d, struct tensor sum, struct tensor x, struct te
 			 : cpu_group(j.down, TILE_SMALL);
 	if (ref_good(d)) {
 		sort_slots(&j, start);
+		block = (4 * d->threads + j.gate_up->panels - 1) / j.gate_up->panels;
 		block = block > TILES ? block : TILES;
 		block = block < j.tiles ? block : j.tiles;
 		for (int64_t t = 0; t < j.tiles && ref_good(d) && make_room(&j, block); t += block)
@@ -296,4 +298,35 @@ void cpu_experts(struct device *d, struct tensor sum, struct tensor x, struct te
 	free(j.tile);
 	free(j.group);
 	free(start);
+}
+
+static void combine_token(struct tensor sum, struct tensor y, struct tensor index,
+			  struct tensor weights, int64_t t, struct err *e)
+{
+	for (int64_t s = 0; s < index.cols; s++) {
+		int64_t row = ref_slot_row(index, t, s, y.rows, e);
+
+		if (row >= 0)
+			add_slot(ref_at(sum, t, 0), ref_at(y, row, 0),
+				 weights.p ? ref_get(weights, t, s) : 1, sum.cols);
+	}
+}
+
+void cpu_combine(struct device *d, struct tensor sum, struct tensor y, struct tensor index,
+		 struct tensor weights, bool add)
+{
+	if (!ref_good(d))
+		return;
+	if (!add)
+		clear(d, sum);
+#pragma omp parallel num_threads(d->threads)
+	{
+		struct err e = ERR_INIT;
+
+#pragma omp for schedule(static)
+		for (int64_t t = 0; t < sum.rows; t++)
+			combine_token(sum, y, index, weights, t, &e);
+		if (e.code)
+			cpu_fail(d, &e);
+	}
 }

@@ -302,22 +302,42 @@ int cpu_weight_fill(struct device *d, struct weight *w, int64_t index, int64_t r
 	return 0;
 }
 
-/* Rows that nobody filled are zero. */
+static bool has_rows(const struct packed *p, int64_t index)
+{
+	for (int64_t i = 0; i < p->panels; i++)
+		if (p->staging[index * p->panels + i].filled)
+			return true;
+	return false;
+}
+
+/* What is left of a matrix's panels; rows that nobody filled are zero. */
+static int end_matrix(struct cpu *c, const struct weight *w, int64_t index, struct err *e)
+{
+	struct packed *p = w->handle;
+
+	for (int64_t i = 0; i < p->panels; i++) {
+		struct staging *s = &p->staging[index * p->panels + i];
+		void *rows = s->rows;
+
+		if (s->filled == panel_rows(p, w, i))
+			continue;
+		s->rows = NULL;
+		if (pack_panel(c, p, index, i, rows, e))
+			return -1;
+	}
+	return 0;
+}
+
+/* Experts that nobody chose are never filled: their memory is not touched. */
 int cpu_weight_ready(struct device *d, struct weight *w, struct err *e)
 {
 	struct packed *p = w->handle;
 
 	if (!cpu_packs(w))
 		return ref_weight_ready(d, w, e);
-	for (int64_t i = 0; p->staging && i < w->count * p->panels; i++) {
-		void *rows = p->staging[i].rows;
-
-		if (p->staging[i].filled == panel_rows(p, w, i % p->panels))
-			continue;
-		p->staging[i].rows = NULL;
-		if (pack_panel(cpu_of(d), p, i / p->panels, i % p->panels, rows, e))
+	for (int64_t i = 0; p->staging && i < w->count; i++)
+		if (has_rows(p, i) && end_matrix(cpu_of(d), w, i, e))
 			return -1;
-	}
 	free(p->staging);
 	p->staging = NULL;
 	return 0;

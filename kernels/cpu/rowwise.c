@@ -54,8 +54,31 @@ void cpu_store(struct device *d, void *dst, enum dtype to, int64_t dst_ld, struc
 			x.dtype, x.cols);
 }
 
-/* Each row is a call of ref's verb, which is a copy; threads share the rows out. */
+/*
+ * Each row is a call of ref's verb, which is a copy; threads share the rows out. A reader is asked
+ * by this thread alone, in blocks.
+ */
 void cpu_rows(struct device *d, struct tensor out, const struct weight *table, struct tensor ids)
+{
+	if (!ref_good(d))
+		return;
+	if (table->reader) {
+		ref_rows(d, out, table, ids);
+		return;
+	}
+#pragma omp parallel num_threads(d->threads)
+	{
+		struct device mine = *d;
+
+#pragma omp for schedule(static)
+		for (int64_t t = 0; t < out.rows; t++)
+			ref_rows(&mine, tensor_rows(out, t, 1), table, tensor_rows(ids, t, 1));
+		if (mine.err.code)
+			cpu_fail(d, &mine.err);
+	}
+}
+
+void cpu_pick(struct device *d, struct tensor out, struct tensor x, struct tensor index)
 {
 	if (!ref_good(d))
 		return;
@@ -64,8 +87,8 @@ void cpu_rows(struct device *d, struct tensor out, const struct weight *table, s
 		struct device mine = *d;
 
 #pragma omp for schedule(static)
-		for (int64_t t = 0; t < out.rows; t++)
-			ref_rows(&mine, tensor_rows(out, t, 1), table, tensor_rows(ids, t, 1));
+		for (int64_t i = 0; i < out.rows; i++)
+			ref_pick(&mine, tensor_rows(out, i, 1), x, tensor_rows(index, i, 1));
 		if (mine.err.code)
 			cpu_fail(d, &mine.err);
 	}
@@ -145,7 +168,7 @@ static void norm_one(struct tensor out, struct tensor x, int64_t t, int64_t c0, 
 void cpu_norm(struct device *d, struct tensor out, struct tensor x, const struct weight *w,
 	      float eps, int64_t width)
 {
-	const float *v = w ? ref_vector(w) : NULL;
+	const float *v = w && x.rows ? ref_vector(w) : NULL;
 
 	if (!ref_good(d))
 		return;
@@ -267,7 +290,7 @@ void cpu_rope(struct device *d, struct tensor x, int heads, const struct weight 
 	      const struct rope *r, struct tensor pos)
 {
 	int64_t head = x.cols / heads, half = r->width / 2;
-	const float *w = norm ? ref_vector(norm) : NULL;
+	const float *w = norm && x.rows ? ref_vector(norm) : NULL;
 
 	if (!ref_good(d) || !cpu_own(d, (size_t)(2 * half + head) * sizeof(float)))
 		return;

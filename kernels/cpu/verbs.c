@@ -8,6 +8,7 @@
 
 const struct backend cpu_verbs = {
 	.name = "cpu",
+	.host_memory = true,
 	.open = cpu_open,
 	.close = cpu_close,
 	.sync = ref_sync,
@@ -29,4 +30,6 @@ const struct backend cpu_verbs = {
 	.add = cpu_add,
 	.route = cpu_route,
 	.experts = cpu_experts,
+	.pick = cpu_pick,
+	.combine = cpu_combine,
 };

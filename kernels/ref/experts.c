@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Routed experts. gate and up stay in F32; the activation, with the slot's weight unless that comes
- * after down, is rounded once as operand of down; down's output is F32 and the sum over slots runs
- * in F32, in slot order.
+ * Routed experts, and the sum over slots alone. gate and up stay in F32; the activation, with the
+ * slot's weight unless that comes after down, is rounded once as operand of down; down's output is
+ * F32 and the sum over slots runs in F32, in slot order. Both verbs add by one function, so that
+ * both give the same bits.
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
@@ -31,6 +32,12 @@ static void product(float *out, const float *x, const struct weight *w, int64_t 
 	}
 }
 
+static void add_slot(float *sum, const float *y, float weight, int64_t n)
+{
+	for (int64_t c = 0; c < n; c++)
+		sum[c] += y[c] * weight;
+}
+
 struct work {
 	float *x, *gate_up, *down;	/* [Hin or I], [2I], [Hout] */
 };
@@ -48,10 +55,7 @@ static void one_slot(struct tensor sum, int64_t t, const struct experts *ex, int
 			ref_round(ex->weight_after_down ? a : a * weight, ref_of(ex->down)->dtype);
 	}
 	product(w->down, w->gate_up, ex->down, index);
-	for (int64_t c = 0; c < ex->down->rows; c++)
-		ref_set(sum, t, c,
-			ref_get(sum, t, c) +
-				(ex->weight_after_down ? w->down[c] * weight : w->down[c]));
+	add_slot(ref_at(sum, t, 0), w->down, ex->weight_after_down ? weight : 1, ex->down->rows);
 }
 
 void ref_experts(struct device *d, struct tensor sum, struct tensor x, struct tensor ids,
@@ -79,4 +83,31 @@ void ref_experts(struct device *d, struct tensor sum, struct tensor x, struct te
 	free(w.x);
 	free(w.gate_up);
 	free(w.down);
+}
+
+int64_t ref_slot_row(struct tensor index, int64_t t, int64_t s, int64_t rows, struct err *e)
+{
+	int32_t row = ref_id(index, t, s);
+
+	if (row < rows)
+		return row;
+	err_refuse(e, "slot %lld of a token is row %d of its parts, of which there are %lld",
+		   (long long)s, row, (long long)rows);
+	return -1;
+}
+
+void ref_combine(struct device *d, struct tensor sum, struct tensor y, struct tensor index,
+		 struct tensor weights, bool add)
+{
+	for (int64_t t = 0; t < sum.rows && ref_good(d); t++) {
+		if (!add)
+			memset(ref_at(sum, t, 0), 0, (size_t)sum.cols * sizeof(float));
+		for (int64_t s = 0; s < index.cols; s++) {
+			int64_t row = ref_slot_row(index, t, s, y.rows, &d->err);
+
+			if (row >= 0)
+				add_slot(ref_at(sum, t, 0), ref_at(y, row, 0),
+					 weights.p ? ref_get(weights, t, s) : 1, sum.cols);
+		}
+	}
 }

@@ -44,6 +44,7 @@ void ref_free(struct device *d, void *p)
 
 const struct backend backend_ref = {
 	.name = "ref",
+	.host_memory = true,
 	.open = ref_open,
 	.close = ref_close,
 	.sync = ref_sync,
@@ -65,4 +66,6 @@ const struct backend backend_ref = {
 	.add = ref_add,
 	.route = ref_route,
 	.experts = ref_experts,
+	.pick = ref_pick,
+	.combine = ref_combine,
 };

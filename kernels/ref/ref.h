@@ -14,9 +14,10 @@
 
 /*
  * The handle of a weight: [count, rows, cols] packed. F32 for vectors, the operand dtype for
- * products, the file's for tables.
+ * products, the file's for tables. It lies within `block`, which is what is freed.
  */
 struct ref_weight {
+	void *block;
 	enum dtype dtype;
 	char data[] __attribute__((aligned(64)));
 };
@@ -96,6 +97,15 @@ static inline bool ref_good(const struct device *d)
 	return !d->err.code;
 }
 
+/*
+ * The row of y [rows, N] that slot s of token t adds in combine, negative = none. Outside y that is
+ * `e`, and none.
+ */
+int64_t ref_slot_row(struct tensor index, int64_t t, int64_t s, int64_t rows, struct err *e);
+
+/* Refuses a weight that verbs could not read as numbers or integers. */
+int ref_weight_usable(const struct weight *w, struct err *e);
+
 float ref_act(const struct act *a, float g, float u);
 
 /* One token's choice; `work` has room for 2 * experts floats. */
@@ -129,5 +139,8 @@ void ref_route(struct device *d, struct tensor ids, struct tensor weights, struc
 	       const struct router *r);
 void ref_experts(struct device *d, struct tensor sum, struct tensor x, struct tensor ids,
 		 struct tensor weights, const struct experts *ex, bool add);
+void ref_pick(struct device *d, struct tensor out, struct tensor x, struct tensor index);
+void ref_combine(struct device *d, struct tensor sum, struct tensor y, struct tensor index,
+		 struct tensor weights, bool add);
 
 #endif

@@ -5,7 +5,6 @@
 #endif
 
 #include <stdlib.h>
-#include <string.h>
 
 #include "mem.h"
 #include "ref.h"
@@ -25,6 +24,31 @@ static enum dtype kept_as(const struct weight *w, enum dtype compute)
 	return w->stored;
 }
 
+int ref_weight_usable(const struct weight *w, struct err *e)
+{
+	if (w->quant)
+		return err_refuse(e, "packed weights are not supported by this backend: use a "
+				     "checkpoint in bf16 or fp32");
+	if (w->use != USE_RAW && !dtype_is_float(w->stored))
+		return err_refuse(e, "a weight stored as %s cannot be used as numbers",
+				  dtype_name(w->stored));
+	return 0;
+}
+
+/* Zeroed memory that the system has not given yet where it is large: rows that nobody fills. */
+static struct ref_weight *alloc_handle(size_t bytes, struct err *e)
+{
+	size_t line = __alignof__(struct ref_weight);
+	char *block = mem_calloc(line + sizeof(struct ref_weight) + bytes, 1, e);
+	struct ref_weight *h;
+
+	if (!block)
+		return NULL;
+	h = (struct ref_weight *)(block + (line - (uintptr_t)block % line) % line);
+	h->block = block;
+	return h;
+}
+
 int ref_weight_alloc(struct device *d, struct weight *w, struct err *e)
 {
 	enum dtype kept = kept_as(w, d->compute);
@@ -32,21 +56,16 @@ int ref_weight_alloc(struct device *d, struct weight *w, struct err *e)
 		mem_mul(mem_mul(mem_mul(w->count, w->rows), w->cols), (int64_t)dtype_size(kept));
 	struct ref_weight *h;
 
-	if (w->quant)
-		return err_refuse(e, "packed weights are not supported by this backend: use a "
-				     "checkpoint in bf16 or fp32");
-	if (w->use != USE_RAW && !dtype_is_float(w->stored))
-		return err_refuse(e, "a weight stored as %s cannot be used as numbers",
-				  dtype_name(w->stored));
+	if (ref_weight_usable(w, e))
+		return -1;
 	if (bytes < 0)
 		return err_fail(
 			e,
 			"a weight of %lld x %lld x %lld elements is larger than the address space",
 			(long long)w->count, (long long)w->rows, (long long)w->cols);
-	h = mem_aligned(sizeof *h + (size_t)bytes, e);
+	h = alloc_handle((size_t)bytes, e);
 	if (!h)
 		return -1;
-	memset(h->data, 0, (size_t)bytes);
 	h->dtype = kept;
 	w->handle = h;
 	return 0;
@@ -94,7 +113,10 @@ int ref_weight_ready(struct device *d, struct weight *w, struct err *e)
 
 void ref_weight_free(struct device *d, struct weight *w)
 {
+	struct ref_weight *h = w->handle;
+
 	(void)d;
-	free(w->handle);
+	if (h)
+		free(h->block);
 	w->handle = NULL;
 }

@@ -21,10 +21,25 @@
 
 /* ---- verbs with a clock ---------------------------------------------------------------------- */
 
-enum verb { ROWS, MATMUL, NORM, ROPE, ATTENTION, GATE, ADD, ROUTE, EXPERTS, STORE, VERBS };
+enum verb {
+	ROWS,
+	MATMUL,
+	NORM,
+	ROPE,
+	ATTENTION,
+	GATE,
+	ADD,
+	ROUTE,
+	EXPERTS,
+	PICK,
+	COMBINE,
+	STORE,
+	VERBS
+};
 
 static const char *const verb_name[VERBS] = {
-	"rows", "matmul", "norm", "rope", "attention", "gate", "add", "route", "experts", "store",
+	"rows", "matmul", "norm",    "rope", "attention", "gate",
+	"add",	"route",  "experts", "pick", "combine",	  "store",
 };
 
 static struct {
@@ -113,7 +128,15 @@ TIMED(experts, EXPERTS, experts_flops(ids, ex),
        struct tensor weights, const struct experts *ex, bool add),
       (d, sum, x, ids, weights, ex, add))
 
-#define UNTIMED 10 /* open, close, sync, alloc, free, upload and the four of weights */
+TIMED(pick, PICK, 0, (struct device * d, struct tensor out, struct tensor x, struct tensor index),
+      (d, out, x, index))
+TIMED(combine, COMBINE, 0,
+      (struct device * d, struct tensor sum, struct tensor y, struct tensor index,
+       struct tensor weights, bool add),
+      (d, sum, y, index, weights, add))
+
+/* host_memory, open, close, sync, alloc, free, upload and the four of weights */
+#define UNTIMED 11
 
 static int with_clock(struct backend *out, const struct backend *be, struct err *e)
 {
@@ -134,6 +157,8 @@ static int with_clock(struct backend *out, const struct backend *be, struct err 
 	out->add = timed_add;
 	out->route = timed_route;
 	out->experts = timed_experts;
+	out->pick = timed_pick;
+	out->combine = timed_combine;
 	for (size_t i = 0; i < sizeof *out / sizeof *now; i++)
 		same += now[i] == then[i];
 	return same == UNTIMED ? 0 : err_fail(e, "a verb has no clock: profile.c must know it");
