@@ -214,6 +214,7 @@ for model in Qwen3-0.6B Qwen3-8B Qwen3-32B Qwen3-30B-A3B Qwen3-235B-A22B; do
 	status=$?
 	if [ "$status" -eq 77 ]; then
 		skip "$model" "$(cat err)"
+		rm -rf "$model"
 		continue
 	fi
 	made() { cat err; [ "$status" -eq 0 ] && [ "$(du -sk "$model" | cut -f 1)" -lt 65536 ]; }
