@@ -51,18 +51,19 @@ static int env_number(const char *name, int *out, struct err *e)
 
 /* How a launcher names what it tells its processes. */
 struct launcher {
-	const char *rank, *world, *local_rank, *local_size;
+	const char *name, *rank, *world, *local_rank, *local_size;
 };
 
-static const struct launcher torchrun = { "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE" };
-static const struct launcher slurm = { "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID",
-				       NULL };
+static const struct launcher torchrun = { "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK",
+					  "LOCAL_WORLD_SIZE" };
+static const struct launcher slurm = { "a Slurm step", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS",
+				       "SLURM_LOCALID", NULL };
 static const struct launcher mpi[] = {
-	{ "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
-	  "OMPI_COMM_WORLD_LOCAL_SIZE" },
-	{ "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK",
-	  "MV2_COMM_WORLD_LOCAL_SIZE" },
-	{ "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS" },
+	{ "an MPI launcher", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+	  "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE" },
+	{ "an MPI launcher", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE",
+	  "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE" },
+	{ "an MPI launcher", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS" },
 };
 
 /* Tasks of a Slurm step on this node, from "4(x2),3" and the node's number; 0 where unknown. */
@@ -112,19 +113,18 @@ static int told_by(const struct launcher *l, struct comm *c, struct err *e)
 		local_size = slurm_local_size();
 	comm_told_open(c, rank, world, local_rank,
 		       local_size > local_rank ? local_size : local_rank + 1);
+	c->started = l->name;
 	return 1;
 }
 
-/* Ranks without a transport serve targets that need none. */
-static int need_no_exchange(const struct comm *c, bool replicated, const char *started,
-			    struct err *e)
+int comm_connected(const struct comm *c, struct err *e)
 {
-	if (replicated || c->world == 1)
+	if (c->world == 1 || c->t->collective)
 		return 0;
 	return err_refuse(e,
 			  "ranks started by %s cannot exchange weights and tokens in this build of "
 			  "dspark: start them with mpirun%s",
-			  started, have_mpi ? "" : " and a build --with-mpi");
+			  c->started, have_mpi ? "" : " and a build --with-mpi");
 }
 
 static bool mpi_launched(void)
@@ -141,7 +141,7 @@ static bool mpi_launched(void)
 	return false;
 }
 
-static int open_launched(struct comm *c, bool replicated, int *argc, char ***argv, struct err *e)
+static int open_launched(struct comm *c, int *argc, char ***argv, struct err *e)
 {
 	size_t i;
 
@@ -151,33 +151,32 @@ static int open_launched(struct comm *c, bool replicated, int *argc, char ***arg
 		int r = told_by(&mpi[i], c, e);
 
 		if (r)
-			return r < 0 ? -1 : need_no_exchange(c, replicated, "an MPI launcher", e);
+			return r < 0 ? -1 : 0;
 	}
 	return err_refuse(e, "an MPI launcher started this process, but this build of dspark has "
 			     "no MPI: build it with --with-mpi, or give --rank");
 }
 
-static int open_auto(struct comm *c, bool replicated, int *argc, char ***argv, struct err *e)
+static int open_auto(struct comm *c, int *argc, char ***argv, struct err *e)
 {
 	int steps = 0, r = told_by(&torchrun, c, e);
 
 	if (r)
-		return r < 0 ? -1 : need_no_exchange(c, replicated, "torchrun", e);
+		return r < 0 ? -1 : 0;
 	if (mpi_launched())
-		return open_launched(c, replicated, argc, argv, e);
+		return open_launched(c, argc, argv, e);
 	if (env_number(slurm.world, &steps, e) < 0)
 		return -1;
 	if (steps > 1) {
 		r = told_by(&slurm, c, e);
 		if (r)
-			return r < 0 ? -1 : need_no_exchange(c, replicated, "a Slurm step", e);
+			return r < 0 ? -1 : 0;
 	}
 	comm_self_open(c);
 	return 0;
 }
 
-int comm_open(struct comm *c, const char *name, int rank, int world, bool replicated, int *argc,
-	      char ***argv, struct err *e)
+int comm_open(struct comm *c, const char *name, int rank, int *argc, char ***argv, struct err *e)
 {
 	memset(c, 0, sizeof *c);
 	if (rank >= 0) {
@@ -186,14 +185,11 @@ int comm_open(struct comm *c, const char *name, int rank, int world, bool replic
 				e,
 				"--rank names a rank without communication: it excludes --comm %s",
 				name);
-		if (world && rank >= world)
-			return err_refuse(e, "--rank %d is outside the plan's world of %d", rank,
-					  world);
-		comm_told_open(c, rank, world, 0, 1);
-		return need_no_exchange(c, replicated, "--rank", e);
+		comm_told_open(c, rank, 0, 0, 1);
+		return 0;
 	}
 	if (!strcmp(name, "auto"))
-		return open_auto(c, replicated, argc, argv, e);
+		return open_auto(c, argc, argv, e);
 	if (!strcmp(name, "mpi"))
 		return comm_mpi_open(c, argc, argv, e);
 	if (!strcmp(name, "nccl"))

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * The MPI transport (MPI 3, FUNNELED). Every wait is a nonblocking operation that is tested and
- * slept on, so that ranks which wait for slower ones use no CPU; transfers are cut at comm_cut
- * bytes, since counts are int and implementations have limits of their own.
+ * slept on, so that ranks which wait for slower ones use no CPU, hear a signal and know when it is
+ * enough; transfers are cut at comm_cut bytes, since counts are int and implementations have limits
+ * of their own.
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
@@ -10,21 +11,28 @@
 
 #include <mpi.h>
 #include <signal.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
 #include "err.h"
 #include "kernels.h"
+#include "log.h"
 #include "mem.h"
+#include "watchdog.h"
 
 /*
  * Longest sleeps between two tests: where peers are awaited, and where our own data moves and only
- * tests move it.
+ * tests move it. Before it sleeps, and where it must not, a rank tests TRIES times.
  */
 #define SLEEP_PEERS 5000000L
 #define SLEEP_DATA 100000L
+#define TRIES 64
+
+/* An all-gather under way lets other exchanges pass. */
 #define TAG 7
+#define TAG_ALLGATHER 8
 
 struct mpi {
 	MPI_Comm comm;
@@ -46,70 +54,218 @@ static int check(int rc, const char *what, struct err *e)
 	if (rc == MPI_SUCCESS)
 		return 0;
 	MPI_Error_string(rc, text, &len);
-	return err_fail(e, "MPI cannot %s: %s", what, text);
+	return err_fail(e, "%s failed in MPI: %s", what, text);
 }
 
-/*
- * Tests one request after the other until all are done; the first tests follow one another, then
- * sleeps grow up to `longest` ns.
- */
-static int wait_all(MPI_Request *r, int n, long longest, const char *what, struct err *e)
+static int called(const struct comm *c, int rc, const char *what, struct err *e)
+{
+	watchdog_leave(c->dog);
+	return check(rc, what, e);
+}
+
+/* A call of MPI, which may never come back, as part of `what`. 0 or -1. */
+#define CALL(c, call, what, e) (watchdog_enter((c)->dog, what), called(c, call, what, e))
+
+/* ---- waiting --------------------------------------------------------------------------------- */
+
+#define EVERYBODY -1
+
+/* An operation of MPI under way. */
+struct request {
+	MPI_Request r;
+	int peer;		/* EVERYBODY: a collective, which does not say whom it waits for */
+};
+
+/* What is waited for together. */
+struct flight {
+	const char *what;	/* "an all-gather" */
+	struct request *r;
+	size_t n, cap;
+	size_t landed;		/* the first that have ended */
+	double start;
+};
+
+static void flight_release(struct flight *f)
+{
+	free(f->r);
+	f->r = NULL;
+	f->n = f->cap = f->landed = 0;
+}
+
+/* The rank here of one of the world, which is how users know it; MPI_UNDEFINED if it has none. */
+static int rank_here(const struct comm *c, int known)
+{
+	MPI_Group here, all;
+	int rank = MPI_UNDEFINED;
+
+	MPI_Comm_group(comm_of(c), &here);
+	MPI_Comm_group(MPI_COMM_WORLD, &all);
+	MPI_Group_translate_ranks(all, 1, &known, here, &rank);
+	MPI_Group_free(&here);
+	MPI_Group_free(&all);
+	return rank;
+}
+
+static bool awaits(const struct flight *f, int peer)
+{
+	for (size_t i = f->landed; i < f->n; i++)
+		if (f->r[i].peer == peer)
+			return true;
+	return false;
+}
+
+/* "1, 3" into `list`; returns how many they are, 0 if that is not known. */
+static int silent_peers(const struct comm *c, struct flight *f, char *list, size_t room)
+{
+	size_t len = 0;
+	int done, n = 0, world = 0;
+
+	*list = '\0';
+	for (size_t i = f->landed; i < f->n; i++)
+		if (MPI_Test(&f->r[i].r, &done, MPI_STATUS_IGNORE) == MPI_SUCCESS && done)
+			f->r[i].peer = EVERYBODY;
+	MPI_Comm_size(MPI_COMM_WORLD, &world);
+	for (int known = 0; known < world; known++) {
+		int peer = rank_here(c, known);
+
+		if (peer == MPI_UNDEFINED || !awaits(f, peer))
+			continue;
+		if (len + 16 < room)
+			len += (size_t)snprintf(list + len, room - len, "%s%d", n ? ", " : "",
+						known);
+		else if (list[len - 1] != '.')
+			len += (size_t)snprintf(list + len, room - len, ", ...");
+		n++;
+	}
+	return n;
+}
+
+static int too_long(const struct comm *c, struct flight *f, double waited, struct err *e)
+{
+	double age = log_seconds() - f->start;
+	char list[128], who[192] = "", begun[48] = "";
+	int n;
+
+	watchdog_enter(c->dog, f->what);
+	n = silent_peers(c, f, list, sizeof list);
+	watchdog_leave(c->dog);
+	if (n)
+		snprintf(who, sizeof who, ", and rank%s %s %s not answered", n == 1 ? "" : "s",
+			 list, n == 1 ? "has" : "have");
+	if (age > waited + 0.1)
+		snprintf(begun, sizeof begun, " begun %.*f s ago", age < 10, age);
+	return err_fail(e,
+			"waited %.*f s for %s%s%s: look at %s, and give the same command again or "
+			"plan with a larger dist_env.timeout_minutes",
+			waited < 10, waited, f->what, begun, who,
+			n == 1 ? "that rank" : n ? "those ranks" : "the other ranks");
+}
+
+/* Whether to go on waiting; a step is short unless the process was stopped. */
+static int patience(const struct comm *c, struct flight *f, double *last, double *waited,
+		    struct err *e)
+{
+	double now = log_seconds(), step = now - *last;
+
+	*last = now;
+	*waited += step < 1 ? step : 1;
+	if (c->stop && *c->stop)
+		return err_fail(e, "stopped by a signal while waiting for other ranks; published "
+				   "shards are safe, the same command goes on");
+	if (c->timeout > 0 && *waited > c->timeout)
+		return too_long(c, f, *waited, e);
+	return 0;
+}
+
+/* Without `wait` as many tests as a waiting rank makes before it sleeps. */
+static int flight_test(struct comm *c, struct flight *f, long longest, bool wait, bool *done,
+		       struct err *e)
 {
 	struct timespec pause = { 0, 2000 };
-	int i = 0, done, tries = 0;
-	MPI_Status status;
+	double last = log_seconds(), waited = 0;
+	int one, tries = 0;
 
-	while (i < n) {
-		if (check(MPI_Test(&r[i], &done, &status), what, e))
+	while (f->landed < f->n) {
+		if (CALL(c, MPI_Test(&f->r[f->landed].r, &one, MPI_STATUS_IGNORE), f->what, e))
 			return -1;
-		i += done != 0;
-		if (done || ++tries < 64)
+		f->landed += one != 0;
+		if (one || ++tries < TRIES)
 			continue;
+		if (!wait)
+			break;
+		if (patience(c, f, &last, &waited, e))
+			return -1;
 		nanosleep(&pause, NULL);
 		pause.tv_nsec += pause.tv_nsec / 4;
 		if (pause.tv_nsec > longest)
 			pause.tv_nsec = longest;
 	}
+	*done = f->landed == f->n;
 	return 0;
 }
+
+/* Waits for what was put on the way, `rc` telling whether all was. */
+static int flight_land(struct comm *c, struct flight *f, int rc, long longest, struct err *e)
+{
+	bool done;
+
+	if (!rc)
+		rc = flight_test(c, f, longest, true, &done, e);
+	flight_release(f);
+	return rc;
+}
+
+/* One collective operation; `rc` and `r` as its start left them. */
+static int land_one(struct comm *c, MPI_Request r, int rc, const char *what, long longest,
+		    struct err *e)
+{
+	struct request one = { r, EVERYBODY };
+	struct flight f = { .what = what, .r = &one, .n = 1, .start = log_seconds() };
+	bool done;
+
+	return rc ? -1 : flight_test(c, &f, longest, true, &done, e);
+}
+
+/* ---- collectives ----------------------------------------------------------------------------- */
 
 static void mpi_close(struct comm *c)
 {
 	struct mpi *m = c->state;
 
+	watchdog_enter(c->dog, "the end of a connection");
 	if (m) {
 		MPI_Comm_free(&m->comm);
 		if (m->world)
 			MPI_Finalize();
 		free(m);
 	}
+	watchdog_leave(c->dog);
 	memset(c, 0, sizeof *c);
 }
 
 static void mpi_abort(struct comm *c, int code)
 {
-	(void)c;
+	watchdog_enter(c->dog, "ending the other ranks");
 	MPI_Abort(MPI_COMM_WORLD, code);
+	watchdog_leave(c->dog);
 }
 
 static int mpi_barrier(struct comm *c, struct err *e)
 {
-	MPI_Request r;
+	MPI_Request r = MPI_REQUEST_NULL;
+	int rc = CALL(c, MPI_Ibarrier(comm_of(c), &r), "a barrier", e);
 
-	if (check(MPI_Ibarrier(comm_of(c), &r), "start a barrier", e))
-		return -1;
-	return wait_all(&r, 1, SLEEP_PEERS, "finish a barrier", e);
+	return land_one(c, r, rc, "a barrier", SLEEP_PEERS, e);
 }
 
 static int mpi_allreduce(struct comm *c, int64_t *v, int n, enum comm_op op, struct err *e)
 {
 	MPI_Op ops[] = { [COMM_MAX] = MPI_MAX, [COMM_MIN] = MPI_MIN, [COMM_SUM] = MPI_SUM };
-	MPI_Request r;
+	MPI_Request r = MPI_REQUEST_NULL;
+	int rc = CALL(c, MPI_Iallreduce(MPI_IN_PLACE, v, n, MPI_INT64_T, ops[op], comm_of(c), &r),
+		      "a reduction", e);
 
-	if (check(MPI_Iallreduce(MPI_IN_PLACE, v, n, MPI_INT64_T, ops[op], comm_of(c), &r),
-		  "start a reduction", e))
-		return -1;
-	return wait_all(&r, 1, SLEEP_PEERS, "finish a reduction", e);
+	return land_one(c, r, rc, "a reduction", SLEEP_PEERS, e);
 }
 
 static int cut_at(uint64_t left)
@@ -119,190 +275,181 @@ static int cut_at(uint64_t left)
 
 static int mpi_bcast(struct comm *c, void *buf, uint64_t bytes, int root, struct err *e)
 {
-	uint64_t off;
-	MPI_Request r;
+	char *p = buf;
+	long longest = SLEEP_PEERS;
+	int n, rc = 0;
 
-	for (off = 0; off < bytes; off += (uint64_t)cut_at(bytes - off))
-		if (check(MPI_Ibcast((char *)buf + off, cut_at(bytes - off), MPI_BYTE, root,
-				     comm_of(c), &r),
-			  "start a broadcast", e) ||
-		    wait_all(&r, 1, off ? SLEEP_DATA : SLEEP_PEERS, "finish a broadcast", e))
-			return -1;
-	return 0;
+	for (; bytes && !rc; p += n, bytes -= (uint64_t)n) {
+		MPI_Request r = MPI_REQUEST_NULL;
+
+		n = cut_at(bytes);
+		rc = CALL(c, MPI_Ibcast(p, n, MPI_BYTE, root, comm_of(c), &r), "a broadcast", e);
+		rc = land_one(c, r, rc, "a broadcast", longest, e);
+		longest = SLEEP_DATA;
+	}
+	return rc;
 }
 
-/* A list of point-to-point requests in flight. */
-struct flight {
-	MPI_Request *r;
-	size_t n, cap;
-};
+/* ---- from rank to rank ----------------------------------------------------------------------- */
 
-static MPI_Request *flight_add(struct flight *f, struct err *e)
+static MPI_Request *flight_add(struct flight *f, int peer, struct err *e)
 {
 	if (mem_grow(&f->r, &f->cap, f->n + 1, sizeof *f->r, e))
 		return NULL;
-	f->r[f->n] = MPI_REQUEST_NULL;
-	return &f->r[f->n++];
+	f->r[f->n] = (struct request){ MPI_REQUEST_NULL, peer };
+	return &f->r[f->n++].r;
 }
 
 static int flight_send(struct flight *f, struct comm *c, const char *p, uint64_t bytes, int peer,
-		       struct err *e)
+		       int tag, struct err *e)
 {
 	uint64_t off;
 
 	for (off = 0; off < bytes; off += (uint64_t)cut_at(bytes - off)) {
-		MPI_Request *r = flight_add(f, e);
+		MPI_Request *r = flight_add(f, peer, e);
 
-		if (!r || check(MPI_Isend(p + off, cut_at(bytes - off), MPI_BYTE, peer, TAG,
-					  comm_of(c), r),
-				"send", e))
+		if (!r || CALL(c,
+			       MPI_Isend(p + off, cut_at(bytes - off), MPI_BYTE, peer, tag,
+					 comm_of(c), r),
+			       f->what, e))
 			return -1;
 	}
 	return 0;
 }
 
 static int flight_receive(struct flight *f, struct comm *c, char *p, uint64_t bytes, int peer,
-			  struct err *e)
+			  int tag, struct err *e)
 {
 	uint64_t off;
 
 	for (off = 0; off < bytes; off += (uint64_t)cut_at(bytes - off)) {
-		MPI_Request *r = flight_add(f, e);
+		MPI_Request *r = flight_add(f, peer, e);
 
-		if (!r || check(MPI_Irecv(p + off, cut_at(bytes - off), MPI_BYTE, peer, TAG,
-					  comm_of(c), r),
-				"receive", e))
+		if (!r || CALL(c,
+			       MPI_Irecv(p + off, cut_at(bytes - off), MPI_BYTE, peer, tag,
+					 comm_of(c), r),
+			       f->what, e))
 			return -1;
 	}
 	return 0;
 }
 
-static int flight_land(struct flight *f, long longest, struct err *e)
+static int send_to_root(struct comm *c, const void *buf, uint64_t bytes, int root, struct err *e)
 {
-	int rc = f->n ? wait_all(f->r, (int)f->n, longest, "exchange data", e) : 0;
+	struct flight f = { .what = "a gather", .start = log_seconds() };
+	int rc = flight_send(&f, c, (const char *)&bytes, sizeof bytes, root, TAG, e) ||
+				 flight_send(&f, c, buf, bytes, root, TAG, e)
+			 ? -1
+			 : 0;
 
-	free(f->r);
-	memset(f, 0, sizeof *f);
-	return rc;
+	return flight_land(c, &f, rc, SLEEP_PEERS, e);
 }
 
+static int receive_lengths(struct comm *c, uint64_t *len, struct err *e)
+{
+	struct flight f = { .what = "a gather", .start = log_seconds() };
+	int rc = 0;
+
+	for (int i = 0; i < c->world && !rc; i++)
+		if (i != c->rank)
+			rc = flight_receive(&f, c, (char *)&len[i], sizeof len[i], i, TAG, e);
+	return flight_land(c, &f, rc, SLEEP_PEERS, e);
+}
+
+/* Buffers stay where it fails: a receive in flight may still write to them. */
 static int mpi_gather(struct comm *c, const void *buf, uint64_t bytes, int root, char **out,
 		      uint64_t *len, struct err *e)
 {
-	struct flight f = { NULL, 0, 0 };
-	MPI_Request r;
+	struct flight f = { .what = "a gather", .start = log_seconds() };
 	int i, rc = 0;
 
-	if (check(MPI_Igather(&bytes, 1, MPI_UINT64_T, len, 1, MPI_UINT64_T, root, comm_of(c), &r),
-		  "start a gather", e) ||
-	    wait_all(&r, 1, SLEEP_PEERS, "finish a gather", e))
-		return -1;
 	if (c->rank != root)
-		return flight_send(&f, c, buf, bytes, root, e) ? -1
-							       : flight_land(&f, SLEEP_PEERS, e);
+		return send_to_root(c, buf, bytes, root, e);
 	memset(out, 0, (size_t)c->world * sizeof *out);
+	len[root] = bytes;
+	if (receive_lengths(c, len, e))
+		return -1;
 	for (i = 0; i < c->world && !rc; i++) {
 		out[i] = mem_calloc(len[i], 1, e);
 		rc = out[i] ? 0 : -1;
 	}
 	for (i = 0; i < c->world && !rc; i++)
 		if (i != root)
-			rc = flight_receive(&f, c, out[i], len[i], i, e);
+			rc = flight_receive(&f, c, out[i], len[i], i, TAG, e);
 	if (!rc && bytes)
 		memcpy(out[root], buf, bytes);
-	if (!rc)
-		return flight_land(&f, SLEEP_DATA, e);
-	/* buffers stay: a receive in flight may still write to them until the caller aborts */
-	free(f.r);
-	return -1;
+	return flight_land(c, &f, rc, SLEEP_DATA, e);
+}
+
+static uint64_t sum_of(const uint64_t *len, int n)
+{
+	uint64_t sum = 0;
+
+	for (int i = 0; i < n; i++)
+		sum += len[i];
+	return sum;
 }
 
 /*
- * One cut of an all-gather: n bytes at `off` of each part. The receive type's extent is a whole
- * part, so that cuts of all ranks fall into place; MPI keeps a freed type as long as an operation
- * uses it.
+ * Receives are posted before sends, each rank beginning with its next neighbour so that no rank is
+ * everybody's first.
  */
-static int allgather_cut(struct comm *c, MPI_Request *r, char *out, const char *in, uint64_t bytes,
-			 uint64_t off, int n, struct err *e)
+static int allgather_post(struct comm *c, struct flight *f, char *out, const uint64_t *len,
+			  const char *in, struct err *e)
 {
-	bool in_place = in == out + (uint64_t)c->rank * bytes;
-	MPI_Datatype run, part;
-	int rc;
+	char *mine = out + sum_of(len, c->rank);
+	int i, rc = 0;
 
-	if (check(MPI_Type_contiguous(n, MPI_BYTE, &run), "make a type", e))
-		return -1;
-	rc = check(MPI_Type_create_resized(run, 0, (MPI_Aint)bytes, &part), "make a type", e);
-	MPI_Type_free(&run);
-	if (rc)
-		return -1;
-	rc = check(MPI_Type_commit(&part), "make a type", e);
-	if (!rc)
-		rc = check(MPI_Iallgather(in_place ? MPI_IN_PLACE : in + off, n, MPI_BYTE,
-					  out + off, 1, part, comm_of(c), r),
-			   "start an all-gather", e);
-	MPI_Type_free(&part);
+	for (i = 1; i < c->world && !rc; i++) {
+		int peer = (c->rank - i + c->world) % c->world;
+
+		rc = flight_receive(f, c, out + sum_of(len, peer), len[peer], peer, TAG_ALLGATHER,
+				    e);
+	}
+	for (i = 1; i < c->world && !rc; i++)
+		rc = flight_send(f, c, in, len[c->rank], (c->rank + i) % c->world, TAG_ALLGATHER,
+				 e);
+	if (!rc && len[c->rank] && in != mine)
+		memcpy(mine, in, len[c->rank]);
 	return rc;
 }
 
-static int mpi_allgather_start(struct comm *c, struct comm_request *r, void *out, const void *in,
-			       uint64_t bytes, struct err *e)
+static void allgather_release(struct comm_request *r)
+{
+	struct flight *f = r->state;
+
+	flight_release(f);
+	free(f);
+	r->state = NULL;
+}
+
+static int mpi_allgather_start(struct comm *c, struct comm_request *r, void *out,
+			       const uint64_t *len, const void *in, struct err *e)
 {
 	struct flight *f = r->state = mem_calloc(1, sizeof *f, e);
-	uint64_t off;
 
 	if (!f)
 		return -1;
-	for (off = 0; off < bytes; off += (uint64_t)cut_at(bytes - off)) {
-		MPI_Request *one = flight_add(f, e);
-
-		if (!one || allgather_cut(c, one, out, in, bytes, off, cut_at(bytes - off), e))
-			/* cuts in flight die with the communicator: the caller aborts it */
-			return -1;
-	}
-	return 0;
-}
-
-/* Cuts end in any order, but all have to. */
-static int flight_test(struct flight *f, bool *done, struct err *e)
-{
-	int one;
-
-	*done = true;
-	for (size_t i = 0; i < f->n; i++) {
-		if (check(MPI_Test(&f->r[i], &one, MPI_STATUS_IGNORE), "finish an all-gather", e))
-			return -1;
-		*done = *done && one;
-	}
-	return 0;
+	f->what = "an all-gather";
+	f->start = log_seconds();
+	if (!allgather_post(c, f, out, len, in, e))
+		return 0;
+	allgather_release(r);
+	return -1;
 }
 
 static int mpi_allgather_end(struct comm *c, struct comm_request *r, bool wait, bool *done,
 			     struct err *e)
 {
-	struct flight *f = r->state;
+	int rc;
 
-	(void)c;
 	*done = true;
-	if (!f)
+	if (!r->state)
 		return 0;
-	if (wait ? flight_land(f, SLEEP_DATA, e) : flight_test(f, done, e))
-		return -1;
-	if (*done) {
-		free(f->r);
-		free(f);
-		r->state = NULL;
-	}
-	return 0;
-}
-
-static int mpi_allgather(struct comm *c, void *out, const void *in, uint64_t bytes, struct err *e)
-{
-	struct comm_request r;
-	bool done;
-
-	return mpi_allgather_start(c, &r, out, in, bytes, e)
-		       ? -1
-		       : mpi_allgather_end(c, &r, true, &done, e);
+	rc = flight_test(c, r->state, SLEEP_DATA, wait, done, e);
+	if (rc || *done)
+		allgather_release(r);
+	return rc;
 }
 
 static uint64_t offset_of(const int64_t *rows, int rank, uint64_t row)
@@ -314,14 +461,11 @@ static uint64_t offset_of(const int64_t *rows, int rank, uint64_t row)
 	return n * row;
 }
 
-/*
- * Receives are posted before sends, each rank beginning with its next neighbour so that no rank is
- * everybody's first.
- */
+/* Posted as those of an all-gather. */
 static int mpi_alltoallv(struct comm *c, void *out, const int64_t *out_rows, const void *in,
 			 const int64_t *in_rows, uint64_t row, struct err *e)
 {
-	struct flight f = { NULL, 0, 0 };
+	struct flight f = { .what = "an exchange of rows", .start = log_seconds() };
 	int i, rc = 0;
 
 	if (out_rows[c->rank] != in_rows[c->rank])
@@ -331,28 +475,27 @@ static int mpi_alltoallv(struct comm *c, void *out, const int64_t *out_rows, con
 		int peer = (c->rank - i + c->world) % c->world;
 
 		rc = flight_receive(&f, c, (char *)out + offset_of(out_rows, peer, row),
-				    (uint64_t)out_rows[peer] * row, peer, e);
+				    (uint64_t)out_rows[peer] * row, peer, TAG, e);
 	}
 	for (i = 1; i < c->world && !rc; i++) {
 		int peer = (c->rank + i) % c->world;
 
 		rc = flight_send(&f, c, (const char *)in + offset_of(in_rows, peer, row),
-				 (uint64_t)in_rows[peer] * row, peer, e);
+				 (uint64_t)in_rows[peer] * row, peer, TAG, e);
 	}
 	if (!rc && in_rows[c->rank] && row)
 		memcpy((char *)out + offset_of(out_rows, c->rank, row),
 		       (const char *)in + offset_of(in_rows, c->rank, row),
 		       (uint64_t)in_rows[c->rank] * row);
-	if (rc) {
-		/* requests in flight die with the communicator: the caller aborts it */
-		free(f.r);
-		return -1;
-	}
-	return flight_land(&f, SLEEP_DATA, e);
+	return flight_land(c, &f, rc, SLEEP_DATA, e);
 }
 
-/* Fills *c around `comm`, which it owns from here on even when it fails. */
-static int adopt(struct comm *c, MPI_Comm comm, struct err *e)
+/* ---- opening --------------------------------------------------------------------------------- */
+
+#define OPENING "a new connection"
+
+/* Fills *c around `comm`, which it owns from here on even when it fails; waits as `like` does. */
+static int adopt(struct comm *c, const struct comm *like, MPI_Comm comm, struct err *e)
 {
 	struct mpi *m = mem_calloc(1, sizeof *m, e);
 	MPI_Comm host = MPI_COMM_NULL;
@@ -363,14 +506,16 @@ static int adopt(struct comm *c, MPI_Comm comm, struct err *e)
 		return -1;
 	}
 	m->comm = comm;
-	*c = (struct comm){ .t = &transport, .state = m, .local_size = 1 };
-	rc = check(MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN), "set an error handler", e) ||
-	     check(MPI_Comm_rank(comm, &c->rank), "tell the rank", e) ||
-	     check(MPI_Comm_size(comm, &c->world), "tell the world", e) ||
-	     check(MPI_Comm_split_type(comm, MPI_COMM_TYPE_SHARED, c->rank, MPI_INFO_NULL, &host),
-		   "find ranks on this host", e) ||
-	     check(MPI_Comm_rank(host, &c->local_rank), "tell the local rank", e) ||
-	     check(MPI_Comm_size(host, &c->local_size), "count ranks on this host", e);
+	*c = (struct comm){ .t = &transport, .state = m, .local_size = 1,
+			    .timeout = like->timeout, .stop = like->stop, .dog = like->dog };
+	rc = check(MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN), OPENING, e) ||
+	     check(MPI_Comm_rank(comm, &c->rank), OPENING, e) ||
+	     check(MPI_Comm_size(comm, &c->world), OPENING, e) ||
+	     CALL(c,
+		  MPI_Comm_split_type(comm, MPI_COMM_TYPE_SHARED, c->rank, MPI_INFO_NULL, &host),
+		  OPENING, e) ||
+	     check(MPI_Comm_rank(host, &c->local_rank), OPENING, e) ||
+	     check(MPI_Comm_size(host, &c->local_size), OPENING, e);
 	if (host != MPI_COMM_NULL)
 		MPI_Comm_free(&host);
 	if (rc)
@@ -378,13 +523,15 @@ static int adopt(struct comm *c, MPI_Comm comm, struct err *e)
 	return rc ? -1 : 0;
 }
 
+/* MPI's split neither sleeps nor ends while a rank is missing: ranks meet before it. */
 static int mpi_split(struct comm *c, struct comm *out, int colour, int key, struct err *e)
 {
 	MPI_Comm comm;
 
-	if (check(MPI_Comm_split(comm_of(c), colour, key, &comm), "split a communicator", e))
+	if (mpi_barrier(c, e) ||
+	    CALL(c, MPI_Comm_split(comm_of(c), colour, key, &comm), OPENING, e))
 		return -1;
-	return adopt(out, comm, e);
+	return adopt(out, c, comm, e);
 }
 
 static const struct transport transport = {
@@ -396,7 +543,6 @@ static const struct transport transport = {
 	.allreduce = mpi_allreduce,
 	.bcast = mpi_bcast,
 	.gather = mpi_gather,
-	.allgather = mpi_allgather,
 	.allgather_start = mpi_allgather_start,
 	.allgather_end = mpi_allgather_end,
 	.alltoallv = mpi_alltoallv,
@@ -430,13 +576,14 @@ static int init(int *argc, char ***argv, struct err *e)
 
 int comm_mpi_open(struct comm *c, int *argc, char ***argv, struct err *e)
 {
+	static const struct comm patient;
 	MPI_Comm comm;
 
 	if (init(argc, argv, e))
 		return -1;
 	MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
-	if (check(MPI_Comm_dup(MPI_COMM_WORLD, &comm), "duplicate the world", e) ||
-	    adopt(c, comm, e)) {
+	if (check(MPI_Comm_dup(MPI_COMM_WORLD, &comm), OPENING, e) ||
+	    adopt(c, &patient, comm, e)) {
 		MPI_Finalize();
 		return -1;
 	}

@@ -70,20 +70,15 @@ static int self_gather(struct comm *c, const void *buf, uint64_t bytes, int root
 	return 0;
 }
 
-static int self_allgather(struct comm *c, void *out, const void *in, uint64_t bytes, struct err *e)
-{
-	if (alone(c, e))
-		return -1;
-	if (bytes && out != in)
-		memcpy(out, in, bytes);
-	return 0;
-}
-
-static int self_allgather_start(struct comm *c, struct comm_request *r, void *out, const void *in,
-				uint64_t bytes, struct err *e)
+static int self_allgather_start(struct comm *c, struct comm_request *r, void *out,
+				const uint64_t *len, const void *in, struct err *e)
 {
 	r->state = NULL;
-	return self_allgather(c, out, in, bytes, e);
+	if (alone(c, e))
+		return -1;
+	if (len[0] && out != in)
+		memcpy(out, in, len[0]);
+	return 0;
 }
 
 static int self_allgather_end(struct comm *c, struct comm_request *r, bool wait, bool *done,
@@ -121,8 +116,8 @@ static int self_split(struct comm *c, struct comm *out, int colour, int key, str
 #define VERBS                                                                              \
 	.name = "self", .close = self_close, .abort = self_abort, .barrier = self_barrier, \
 	.allreduce = self_allreduce, .bcast = self_bcast, .gather = self_gather,           \
-	.allgather = self_allgather, .allgather_start = self_allgather_start,              \
-	.allgather_end = self_allgather_end, .alltoallv = self_alltoallv, .split = self_split
+	.allgather_start = self_allgather_start, .allgather_end = self_allgather_end,      \
+	.alltoallv = self_alltoallv, .split = self_split
 
 static const struct transport self = { .collective = true, VERBS };
 static const struct transport told = { .collective = false, VERBS };
@@ -135,5 +130,6 @@ void comm_self_open(struct comm *c)
 void comm_told_open(struct comm *c, int rank, int world, int local_rank, int local_size)
 {
 	*c = (struct comm){ .t = world == 1 ? &self : &told, .rank = rank, .world = world,
-			    .local_rank = local_rank, .local_size = local_size };
+			    .local_rank = local_rank, .local_size = local_size,
+			    .started = "--rank" };
 }

@@ -4,7 +4,7 @@
  * them.
  *
  * Sources, what they need, and what decides whether they are built:
- *	backend.c comm.c comm_self.c session.c ref/ *.c		-lm; always
+ *	backend.c comm.c comm_self.c session.c watchdog.c ref/ *.c	-lm; always
  *	cpu/ *.c	HAVE_ONEDNN: -ldnnl and OpenMP
  *	comm_mpi.c	HAVE_MPI: the flags of mpicc
  *
@@ -28,14 +28,19 @@ const char *const *backend_names(void);
 
 /*
  * Opens the ranks of this run. `name` is auto, self, mpi or nccl; `rank` the one told by --rank,
- * else -1; `world` the plan's, 0 = not known yet. With a told rank and world 0 the caller sets
- * c->world once it has read the plan. `auto` takes the first that applies: --rank; torchrun (RANK,
- * WORLD_SIZE, LOCAL_RANK); an MPI launcher; a Slurm step of several tasks; else one process. Where
- * no transport connects the ranks, c->t->collective is false: enough for `replicated` targets,
- * refused for others. argc and argv as main got them, or NULL.
+ * else -1; then the world is not known, and the caller sets c->world once it has read the plan.
+ * `auto` takes the first that applies: --rank; torchrun (RANK, WORLD_SIZE, LOCAL_RANK); an MPI
+ * launcher; a Slurm step of several tasks; else one process. Where no transport connects the ranks,
+ * c->t->collective is false, and c->started says what started them. argc and argv as main got them,
+ * or NULL.
  */
-int comm_open(struct comm *c, const char *name, int rank, int world, bool replicated, int *argc,
-	      char ***argv, struct err *e);
+int comm_open(struct comm *c, const char *name, int rank, int *argc, char ***argv, struct err *e);
+
+/*
+ * Refuses ranks that are not connected unless they are one, c->world being known: for plans whose
+ * ranks depend on each other. Says how to start them.
+ */
+int comm_connected(const struct comm *c, struct err *e);
 
 /*
  * Transports as comm_open's helpers. `told`: this process is rank `rank` of `world`, with nobody to

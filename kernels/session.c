@@ -361,7 +361,7 @@ int session_run(struct session *s, const struct session_options *o, int *argc, c
 {
 	s->o = o;
 	s->start = log_seconds();
-	if (comm_open(&s->comm, o->comm, (int)o->rank, 0, true, argc, argv, e) || read_run(s, e) ||
+	if (comm_open(&s->comm, o->comm, (int)o->rank, argc, argv, e) || read_run(s, e) ||
 	    plan_read(&s->plan, &s->run, e) || check_world(s, e) || open_inputs(s, e) ||
 	    open_device(s, e) || agree(s, e) || open_cache(s, e))
 		return -1;

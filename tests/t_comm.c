@@ -1,21 +1,34 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Transports: which one a launcher's environment leads to, the one that is alone, and every
- * collective of MPI on 1 to 4 ranks with counts of zero and transfers that are cut. The program
- * starts itself under $MPIEXEC as `t_comm ranks`: there each rank checks, rank 0 prints.
+ * Transports: which one a launcher's environment leads to, the one that is alone, every collective
+ * of MPI on 1 to 4 ranks with counts of zero and transfers that are cut, and how waiting ends when
+ * a rank stays away. The program starts itself under $MPIEXEC as `t_comm ranks`: there each rank
+ * checks, rank 0 prints. `t_comm dog HOW` is a process with a watchdog.
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
 #endif
 
+#include <signal.h>
 #include <stdlib.h>
 #include <sys/resource.h>
+#include <sys/time.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "err.h"
 #include "kernels.h"
+#include "log.h"
 #include "tap.h"
+#include "watchdog.h"
+
+static void doze(long ms)
+{
+	struct timespec t = { ms / 1000, ms % 1000 * 1000000 };
+
+	nanosleep(&t, NULL);
+}
 
 /* ---- one process ----------------------------------------------------------------------------- */
 
@@ -47,40 +60,36 @@ static void test_environments(void)
 {
 	static const struct {
 		const char *env, *name;
-		int rank, world;
-		bool replicated;
+		int rank;
 		/*
 		 * "rank/world local_rank/local_size collective", or part of the refusal behind '!'
 		 */
 		const char *want;
+		/* what comm_connected says of these ranks, if it refuses them */
+		const char *refusal;
 	} table[] = {
-		{ "", "auto", -1, 0, false, "0/1 0/1 1" },
-		{ "", "self", -1, 4, false, "0/1 0/1 1" },
-		{ "", "auto", 2, 4, true, "2/4 0/1 0" },
-		{ "", "auto", 2, 0, true, "2/0 0/1 0" },
-		{ "", "auto", 0, 1, false, "0/1 0/1 1" },
-		{ "", "auto", 2, 4, false, "!cannot exchange" },
-		{ "", "auto", 4, 4, true, "!outside the plan's world" },
-		{ "", "mpi", 1, 4, true, "!--rank" },
-		{ "RANK=3 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2", "auto", -1, 0, true,
-		  "3/8 1/2 0" },
-		{ "RANK=3 WORLD_SIZE=8 LOCAL_RANK=1", "auto", -1, 0, true, "3/8 1/2 0" },
-		{ "RANK=3 WORLD_SIZE=8 LOCAL_RANK=1", "auto", 5, 8, true, "5/8 0/1 0" },
-		{ "RANK=3 WORLD_SIZE=8 LOCAL_RANK=1", "auto", -1, 0, false, "!torchrun" },
-		{ "RANK=0 WORLD_SIZE=1 LOCAL_RANK=0", "auto", -1, 0, false, "0/1 0/1 1" },
-		{ "RANK=8 WORLD_SIZE=8", "auto", -1, 0, true, "!do not name a rank" },
-		{ "RANK=x WORLD_SIZE=8", "auto", -1, 0, true, "!is not a number" },
-		{ "RANK= WORLD_SIZE=", "auto", -1, 0, true, "0/1 0/1 1" },
-		{ "WORLD_SIZE=8", "auto", -1, 0, true, "0/1 0/1 1" },
-		{ "SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1", "auto", -1, 0, false, "0/1 0/1 1" },
+		{ "", "auto", -1, "0/1 0/1 1", NULL },
+		{ "", "self", -1, "0/1 0/1 1", NULL },
+		{ "", "auto", 2, "2/0 0/1 0", "started by --rank cannot exchange" },
+		{ "", "self", 2, "2/0 0/1 0", "started by --rank cannot exchange" },
+		{ "", "mpi", 1, "!--rank", NULL },
+		{ "RANK=3 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2", "auto", -1, "3/8 1/2 0",
+		  "started by torchrun cannot" },
+		{ "RANK=3 WORLD_SIZE=8 LOCAL_RANK=1", "auto", -1, "3/8 1/2 0", "torchrun" },
+		{ "RANK=3 WORLD_SIZE=8 LOCAL_RANK=1", "auto", 5, "5/0 0/1 0", "--rank" },
+		{ "RANK=0 WORLD_SIZE=1 LOCAL_RANK=0", "auto", -1, "0/1 0/1 1", NULL },
+		{ "RANK=8 WORLD_SIZE=8", "auto", -1, "!do not name a rank", NULL },
+		{ "RANK=x WORLD_SIZE=8", "auto", -1, "!is not a number", NULL },
+		{ "RANK= WORLD_SIZE=", "auto", -1, "0/1 0/1 1", NULL },
+		{ "WORLD_SIZE=8", "auto", -1, "0/1 0/1 1", NULL },
+		{ "SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1", "auto", -1, "0/1 0/1 1", NULL },
 		{ "SLURM_PROCID=5 SLURM_STEP_NUM_TASKS=6 SLURM_LOCALID=1 SLURM_NODEID=2 "
 		  "SLURM_STEP_TASKS_PER_NODE=1,3(x2),9",
-		  "auto", -1, 0, true, "5/6 1/3 0" },
-		{ "SLURM_PROCID=5 SLURM_STEP_NUM_TASKS=6 SLURM_LOCALID=3", "auto", -1, 0, true,
-		  "5/6 3/4 0" },
-		{ "SLURM_PROCID=5 SLURM_STEP_NUM_TASKS=6", "auto", -1, 0, false, "!Slurm" },
-		{ "", "nccl", -1, 0, true, "!nccl" },
-		{ "", "tcp", -1, 0, true, "!unknown" },
+		  "auto", -1, "5/6 1/3 0", "started by a Slurm step cannot" },
+		{ "SLURM_PROCID=5 SLURM_STEP_NUM_TASKS=6 SLURM_LOCALID=3", "auto", -1, "5/6 3/4 0",
+		  "a Slurm step" },
+		{ "", "nccl", -1, "!nccl", NULL },
+		{ "", "tcp", -1, "!unknown", NULL },
 	};
 
 	for (size_t i = 0; i < sizeof table / sizeof table[0]; i++) {
@@ -89,8 +98,7 @@ static void test_environments(void)
 		char got[64];
 
 		launched_by(table[i].env);
-		if (comm_open(&c, table[i].name, table[i].rank, table[i].world, table[i].replicated,
-			      NULL, NULL, &e)) {
+		if (comm_open(&c, table[i].name, table[i].rank, NULL, NULL, &e)) {
 			ok(table[i].want[0] == '!' && strstr(e.text, table[i].want + 1) && e.code,
 			   "'%s' --comm %s --rank %d: %s", table[i].env, table[i].name,
 			   table[i].rank, e.text);
@@ -100,6 +108,11 @@ static void test_environments(void)
 			 c.local_size, c.t->collective);
 		is_str(got, table[i].want, "'%s' --comm %s --rank %d", table[i].env, table[i].name,
 		       table[i].rank);
+		c.world = c.world ? c.world : 8;
+		ok(comm_connected(&c, &e) ? table[i].refusal && e.code == EXIT_REFUSED &&
+						    strstr(e.text, table[i].refusal)
+					  : !table[i].refusal,
+		   "'%s' --rank %d: connected? %s", table[i].env, table[i].rank, e.text);
 		c.t->close(&c);
 	}
 	launched_by("");
@@ -112,6 +125,8 @@ static void test_alone(void)
 	int64_t v = 5, rows = 2;
 	char buf[8] = "abcdefg", out[8] = "", *got = NULL;
 	uint64_t len = 0;
+	struct comm_request r;
+	bool done;
 
 	comm_self_open(&c);
 	ok(!c.t->barrier(&c, &e) && !c.t->allreduce(&c, &v, 1, COMM_SUM, &e) && v == 5 &&
@@ -119,9 +134,11 @@ static void test_alone(void)
 	   "alone: barrier, allreduce, bcast");
 	ok(!c.t->gather(&c, buf, 8, 0, &got, &len, &e) && len == 8 && !memcmp(got, buf, 8),
 	   "alone: gather");
-	ok(!c.t->allgather(&c, out, buf, 8, &e) && !memcmp(out, buf, 8) &&
-		   !c.t->allgather(&c, out, out, 8, &e),
-	   "alone: allgather");
+	for (int i = 0; i < 2; i++)
+		ok(!c.t->allgather_start(&c, &r, out, &len, i ? out : buf, &e) &&
+			   !c.t->allgather_end(&c, &r, i, &done, &e) && done &&
+			   !memcmp(out, buf, 8),
+		   "alone: allgather%s", i ? " in place" : "");
 	ok(!c.t->alltoallv(&c, out, &rows, buf, &rows, 4, &e) && !memcmp(out, buf, 8),
 	   "alone: alltoallv");
 	ok(!c.t->split(&c, &s, 1, 1, &e) && s.world == 1, "alone: split");
@@ -129,6 +146,81 @@ static void test_alone(void)
 	comm_told_open(&c, 1, 2, 0, 1);
 	ok(c.t->barrier(&c, &e) == -1 && e.code == EXIT_REFUSED,
 	   "told ranks have no collectives: %s", e.text);
+}
+
+/* ---- watchdog -------------------------------------------------------------------------------- */
+
+/* Longer than a call may last for a watchdog of no seconds, its margin of 2 s. */
+#define LONG 2900
+
+static void say_last(void)
+{
+	if (write(STDOUT_FILENO, "last\n", 5) != 5)
+		_exit(9);
+}
+
+/*
+ * "stuck" never leaves an outer call after an inner one; "inner" stays long in it, with inner
+ * calls; "idle" is long between calls. Only the first may be ended.
+ */
+static int watched(const char *how)
+{
+	struct watchdog dog = { 0 };
+	struct err e = ERR_INIT;
+
+	log_program("t_comm");
+	if (watchdog_start(&dog, 0.01, say_last, &e))
+		return 8;
+	watchdog_enter(&dog, "an all-gather");
+	watchdog_enter(&dog, "something else");
+	watchdog_leave(&dog);
+	if (!strcmp(how, "stuck"))
+		doze(60000);
+	for (int i = 0; !strcmp(how, "inner") && i < 29; i++) {
+		watchdog_enter(&dog, "something else");
+		doze(LONG / 29);
+		watchdog_leave(&dog);
+	}
+	watchdog_leave(&dog);
+	if (!strcmp(how, "idle"))
+		doze(LONG);
+	watchdog_stop(&dog);
+	watchdog_stop(&dog);
+	watchdog_enter(NULL, "nothing");
+	watchdog_leave(NULL);
+	return 7;
+}
+
+static void test_watchdog(const char *self)
+{
+	static const struct {
+		const char *how;
+		int code;
+		const char *said, *last;
+	} table[] = {
+		{ "stuck", EXIT_FAILED, "an all-gather has not come back for 2 s: ", "last\n" },
+		{ "inner", 7, NULL, NULL },
+		{ "idle", 7, NULL, NULL },
+	};
+	FILE *f[3];
+
+	for (int i = 0; i < 3; i++) {
+		char command[4096];
+
+		snprintf(command, sizeof command, "'%s' dog %s 2>&1", self, table[i].how);
+		f[i] = popen(command, "r");
+	}
+	for (int i = 0; i < 3; i++) {
+		char text[1024];
+		size_t n = f[i] ? fread(text, 1, sizeof text - 1, f[i]) : 0;
+		int code = f[i] ? pclose(f[i]) : -1;
+
+		text[n] = '\0';
+		is_int(WIFEXITED(code) ? WEXITSTATUS(code) : -1, table[i].code,
+		       "watchdog, %s: exit status", table[i].how);
+		ok(table[i].said ? strstr(text, table[i].said) && strstr(text, table[i].last) : !n,
+		   "watchdog, %s: %s", table[i].how, n ? "says so, and calls its last" : "silent");
+	}
 }
 
 /* ---- ranks ----------------------------------------------------------------------------------- */
@@ -214,44 +306,70 @@ static void check_gather(struct comm *c, uint64_t n)
 	free(p);
 }
 
-static void check_allgather(struct comm *c, uint64_t n, bool in_place)
-{
-	unsigned char *p = message(c->rank, 9, n), *out = calloc((size_t)c->world, n + 1),
-		      *mine = out + (uint64_t)c->rank * n;
-	bool good;
+/* What each rank gives: the same, different amounts and one nothing, or all but one nothing. */
+enum parts { EQUAL, UNEQUAL, ONE, PARTS };
 
-	if (in_place)
-		memcpy(mine, p, n);
-	good = !c->t->allgather(c, out, in_place ? mine : p, n, &failure);
-	for (int r = 0; good && r < c->world; r++)
-		good = arrived(out + (uint64_t)r * n, r, 9, n);
-	all_ok(c, good, in_place ? "allgather in place" : "allgather");
-	free(p);
-	free(out);
+static uint64_t parts_of(uint64_t *len, int world_size, uint64_t n, enum parts how)
+{
+	uint64_t sum = 0;
+
+	for (int r = 0; r < world_size; r++) {
+		uint64_t uneven = r == 1 ? 0 : n + 3 * (uint64_t)r, one = r == 1 ? n : 0;
+
+		len[r] = how == EQUAL ? n : how == UNEQUAL ? uneven : one;
+		sum += len[r];
+	}
+	return sum;
 }
 
-/* Two under way at once, tested until they end, with another collective in between. */
-static void check_started(struct comm *c, uint64_t n)
-{
-	unsigned char *p = message(c->rank, 9, n), *out[2];
-	struct comm_request r[2];
-	bool good = true, done;
+/* One all-gather of the test: started by begin, ended and judged by good_end. */
+struct parts_test {
+	struct comm_request r;
+	uint64_t len[8], sum;
+	unsigned char *in, *out;
+};
 
-	for (int i = 0; i < 2; i++) {
-		out[i] = calloc((size_t)c->world, n + 1);
-		good = good && !c->t->allgather_start(c, &r[i], out[i], p, n, &failure);
-	}
-	good = good && !c->t->barrier(c, &failure);
-	for (done = false; good && !done;)
-		good = !c->t->allgather_end(c, &r[0], false, &done, &failure);
-	good = good && !c->t->allgather_end(c, &r[1], true, &done, &failure) && done;
-	for (int i = 0; i < 2; i++) {
-		for (int rank = 0; good && rank < c->world; rank++)
-			good = arrived(out[i] + (uint64_t)rank * n, rank, 9, n);
-		free(out[i]);
-	}
-	all_ok(c, good, "started allgathers");
-	free(p);
+static bool begin(struct comm *c, struct parts_test *t, uint64_t n, enum parts how, bool in_place)
+{
+	uint64_t len[8], before = 0;
+	int rc;
+
+	t->sum = parts_of(t->len, c->world, n, how);
+	memcpy(len, t->len, sizeof len);
+	for (int r = 0; r < c->rank; r++)
+		before += len[r];
+	t->in = message(c->rank, 9, len[c->rank]);
+	t->out = calloc(t->sum + 1, 1);
+	t->out[t->sum] = 0xa5;
+	if (in_place)
+		memcpy(t->out + before, t->in, len[c->rank]);
+	rc = c->t->allgather_start(c, &t->r, t->out, len, in_place ? t->out + before : t->in,
+				   &failure);
+	memset(len, 0xff, sizeof len);
+	return !rc;
+}
+
+static bool good_end(struct comm *c, struct parts_test *t, bool wait)
+{
+	unsigned char *p = t->out;
+	bool good = true, done = false;
+
+	while (good && !done)
+		good = !c->t->allgather_end(c, &t->r, wait, &done, &failure) && (done || !wait);
+	for (int r = 0; good && r < c->world; p += t->len[r++])
+		good = arrived(p, r, 9, t->len[r]);
+	good = good && *p == 0xa5;
+	free(t->in);
+	free(t->out);
+	return good;
+}
+
+static void check_allgather(struct comm *c, uint64_t n, enum parts how, bool in_place)
+{
+	struct parts_test t;
+	bool good = begin(c, &t, n, how, in_place) && good_end(c, &t, true);
+
+	all_ok(c, good, in_place ? "allgather in place" : "allgather");
 }
 
 /* Rows from rank a to rank b; none where that is 0. */
@@ -283,6 +401,18 @@ static void check_alltoallv(struct comm *c, int64_t most, uint64_t row)
 	free(out);
 }
 
+/* Three under way at once, other calls between them; ended in another order, one only tested. */
+static void check_started(struct comm *c, uint64_t n)
+{
+	struct parts_test t[3];
+	bool good = begin(c, &t[0], n, UNEQUAL, false) && begin(c, &t[1], 2 * n, EQUAL, true);
+
+	check_alltoallv(c, (int64_t)n, 1);
+	good = good && begin(c, &t[2], n, ONE, false) && !c->t->barrier(c, &failure) &&
+	       good_end(c, &t[1], true) && good_end(c, &t[0], false) && good_end(c, &t[2], true);
+	all_ok(c, good, "started allgathers");
+}
+
 static void check_split(struct comm *c)
 {
 	struct comm half;
@@ -310,13 +440,144 @@ static void check_all(struct comm *c)
 	for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
 		check_bcast(c, sizes[i]);
 		check_gather(c, sizes[i]);
-		check_allgather(c, sizes[i], false);
-		check_allgather(c, sizes[i], true);
+		for (int how = 0; how < 2 * PARTS; how++)
+			check_allgather(c, sizes[i], how / 2, how % 2);
 		check_started(c, sizes[i]);
 		check_alltoallv(c, (int64_t)sizes[i] / 7, 7);
 	}
 	check_alltoallv(c, 10, 0);
 	check_split(c);
+}
+
+/* ---- ranks that stay away -------------------------------------------------------------------- */
+
+enum late { LATE_BARRIER, LATE_ROWS, LATE_PARTS, LATE_GATHER, LATE_STOP, LATES };
+
+/* What they are late for goes on after the wait for it has ended, so it stays until the end. */
+static struct comm late[LATES];
+static unsigned char late_buf[LATES][3][64];
+static struct comm_request late_parts;
+static volatile sig_atomic_t stop;
+
+static void on_alarm(int sig)
+{
+	(void)sig;
+	stop = 1;
+}
+
+/* Rank 0 of the world, which is there. */
+#define LATE_ROOT(c) ((c)->world - 1)
+
+static int come(struct comm *c, enum late what, struct err *e)
+{
+	static const int64_t rows[8] = { 1, 1, 1, 1, 1, 1, 1, 1 };
+	static const uint64_t len[8] = { 8, 8, 8, 8, 8, 8, 8, 8 };
+	unsigned char(*buf)[64] = late_buf[what];
+	static uint64_t n[8];
+	char *out[8] = { NULL };
+	bool done;
+	int rc;
+
+	switch (what) {
+	case LATE_ROWS:
+		return c->t->alltoallv(c, buf[0], rows, buf[1], rows, 8, e);
+	case LATE_PARTS:
+		if (c->t->allgather_start(c, &late_parts, buf[0], len, buf[1], e))
+			return -1;
+		doze(400);
+		if (c->t->allgather_end(c, &late_parts, false, &done, e))
+			return -1;
+		return c->t->allgather_end(c, &late_parts, true, &done, e);
+	case LATE_GATHER:
+		rc = c->t->gather(c, buf[0], 8, LATE_ROOT(c), out, n, e);
+		for (int r = 0; r < c->world; r++)
+			free(out[r]);
+		return rc;
+	default:
+		return c->t->barrier(c, e);
+	}
+}
+
+/* Does the error tell how long was waited for what, who is away, and what to do? */
+static bool told_late(const struct err *e, enum late what, int world_size)
+{
+	static const char *const names[] = { "a barrier", "an exchange of rows",
+					     "an all-gather begun ", "a gather" };
+	char want[128], who[64] = "";
+	double seconds = 0;
+	int n = 0;
+
+	if (world_size == 4)
+		snprintf(who, sizeof who, "ranks 2, 3 have not answered: look at those ranks");
+	else
+		snprintf(who, sizeof who, "rank %d has not answered: look at that rank",
+			 world_size - 1);
+	if (what == LATE_BARRIER)
+		snprintf(who, sizeof who, "look at the other ranks");
+	snprintf(want, sizeof want, " s for %s", names[what]);
+	return e->code == EXIT_FAILED && sscanf(e->text, "waited %lf%n", &seconds, &n) == 1 &&
+	       seconds > 0.29 && seconds < 30 && !strncmp(e->text + n, want, strlen(want)) &&
+	       strstr(e->text, who) && strstr(e->text, "dist_env.timeout_minutes");
+}
+
+static bool fails_late(struct comm *c, enum late what)
+{
+	struct itimerval soon = { .it_value = { 0, 200000 } };
+	struct err e = ERR_INIT;
+	bool good;
+
+	if (what == LATE_GATHER && c->rank != LATE_ROOT(c)) /* what it gave may be on its way */
+		return !come(c, what, &failure);
+
+	if (what == LATE_STOP) {
+		signal(SIGALRM, on_alarm);
+		setitimer(ITIMER_REAL, &soon, NULL);
+	}
+	if (!come(c, what, &e))
+		return false;
+	good = what == LATE_STOP ? stop && e.code == EXIT_FAILED &&
+					   strstr(e.text, "stopped by a signal while waiting")
+				 : told_late(&e, what, c->world);
+	if (!good)
+		snprintf(failure.text, sizeof failure.text, "%s", e.text);
+	return good;
+}
+
+/*
+ * The last ranks stay away until the others have given up. Ranks are numbered backwards in these
+ * communicators, messages name them as the world does.
+ */
+static void check_late(struct comm *c)
+{
+	bool away = c->rank >= (c->world == 4 ? 2 : c->world - 1);
+	struct comm same = { .t = NULL };
+	bool good = !c->t->split(c, &same, away, 0, &failure);
+
+	for (int what = 0; what < LATES; what++) {
+		good = good && !c->t->split(c, &late[what], 0, -c->rank, &failure);
+		late[what].timeout = away || what == LATE_STOP ? 100 : 0.3;
+		late[what].stop = what == LATE_STOP ? &stop : NULL;
+	}
+	for (int what = 0; same.t && !away && what < LATES; what++)
+		good = !same.t->barrier(&same, &failure) && fails_late(&late[what], (enum late)what) && good;
+	if (c->t->barrier(c, &failure))
+		good = false;
+	for (int what = 0; good && away && what < LATES; what++)
+		good = !come(&late[what], (enum late)what, &failure);
+	all_ok(c, good, "timeout and stop end a wait");
+	if (same.t)
+		same.t->close(&same);
+}
+
+static void check_handed_on(struct comm *c)
+{
+	struct comm part;
+	bool good = !c->t->split(c, &part, 0, c->rank, &failure);
+
+	all_ok(c, good && part.timeout == c->timeout && part.dog == c->dog && part.stop == c->stop,
+	       "split hands on how waiting ends");
+	if (good)
+		part.t->close(&part);
 }
 
 /* The others wait a second for rank 0: they must sleep, not burn a core. */
@@ -340,15 +601,24 @@ static void check_sleep(struct comm *c)
 static int ranks(int argc, char **argv)
 {
 	static const uint64_t cuts[] = { 1 << 30, 64, 7 };
+	static struct watchdog dog;
 
-	if (comm_open(&world, "auto", -1, 0, false, &argc, &argv, &failure)) {
+	if (comm_open(&world, "auto", -1, &argc, &argv, &failure) ||
+	    watchdog_start(&dog, 100, NULL, &failure)) {
 		printf("not ok 1 - open: %s\n", failure.text);
 		return 1;
 	}
+	world.dog = &dog;
+	world.timeout = 100;
+	world.stop = &stop;
 	for (size_t i = 0; i < sizeof cuts / sizeof cuts[0]; i++) {
 		comm_cut = cuts[i];
 		check_all(&world);
 	}
+	check_handed_on(&world);
+	world.stop = NULL;
+	if (world.world > 1)
+		check_late(&world);
 	check_sleep(&world);
 	all_ok(&world,
 	       world.local_size == world.world && world.local_rank < world.local_size &&
@@ -356,14 +626,18 @@ static int ranks(int argc, char **argv)
 	       "all on this host");
 	if (world.rank == 0)
 		tap_end();
+	for (int what = 0; what < LATES; what++)
+		if (late[what].t)
+			late[what].t->close(&late[what]);
 	world.t->close(&world);
+	watchdog_stop(&dog);
 	return tap_failed != 0;
 }
 
 /* One rank aborts while the others wait: all must end, with its code. */
 static int doomed(int argc, char **argv)
 {
-	if (comm_open(&world, "mpi", -1, 0, false, &argc, &argv, &failure))
+	if (comm_open(&world, "mpi", -1, &argc, &argv, &failure))
 		return 1;
 	if (world.rank == world.world - 1)
 		world.t->abort(&world, 3);
@@ -399,8 +673,11 @@ int main(int argc, char **argv)
 		return ranks(argc, argv);
 	if (argc > 1 && !strcmp(argv[1], "doomed"))
 		return doomed(argc, argv);
+	if (argc > 2 && !strcmp(argv[1], "dog"))
+		return watched(argv[2]);
 	test_environments();
 	test_alone();
+	test_watchdog(argv[0]);
 #ifdef HAVE_MPI
 	if (mpiexec && *mpiexec) {
 		for (int n = 1; n <= 4; n++)
