@@ -11,6 +11,7 @@
 #include <sys/resource.h>
 
 #include "cache_view.h"
+#include "file.h"
 #include "json.h"
 #include "mem.h"
 #include "session.h"
@@ -118,9 +119,13 @@ static int check_world(struct session *s, struct err *e)
 				  c->world);
 	if (c->rank >= c->world)
 		return err_refuse(e, "--rank %d is outside the plan's %d ranks", c->rank, c->world);
-	if (s->plan.sharded && c->world > 1 && !c->t->collective)
-		return err_refuse(e, "this target is shared between the ranks, which must be "
-				     "connected: start it under mpirun");
+	if (plan_lockstep(&s->plan) && !c->t->collective)
+		return err_refuse(e,
+				  "the ranks of this plan exchange weights or tokens (weights "
+				  "%s, ep_size %d) and must be connected: start it as `mpirun -n %d "
+				  "dspark-forward`, or plan with --weights stream and "
+				  "distributed.ep_size 1",
+				  residency_name(s->plan.residency), s->plan.ep, s->plan.world);
 	log_rank(c->rank, c->world);
 	return 0;
 }
@@ -169,10 +174,47 @@ out:
 static int open_device(struct session *s, struct err *e)
 {
 	struct device_options d = { s->plan.compute, 0, s->comm.local_rank, s->comm.local_size };
+	struct weights_options w = { .residency = s->plan.residency,
+				     .keep = s->plan.keep,
+				     .mesh = stage_mesh(&s->plan),
+				     .rank = s->comm.rank,
+				     .rows = &s->rows,
+				     .experts = &s->experts };
 
 	if (backend_open(&s->dev, s->plan.device, &d, e))
 		return -1;
-	return weights_open(&s->weights, &s->target, &s->stage, &s->dev, e);
+	return weights_open(&s->weights, &s->target, &s->stage, &s->dev, &w, e);
+}
+
+/* Ranks that depend on each other give up one that is silent for too long. */
+static int bound_waiting(struct session *s, struct err *e)
+{
+	double seconds = s->plan.timeout_minutes * 60;
+
+	s->comm.stop = &forward_stop;
+	if (!plan_lockstep(&s->plan))
+		return 0;
+	s->comm.timeout = seconds;
+	s->comm.dog = &s->dog;
+	return watchdog_start(&s->dog, seconds, file_abort_all, e);
+}
+
+static int open_groups(struct session *s, struct err *e)
+{
+	struct stage_mesh m = stage_mesh(&s->plan);
+	struct comm *c = &s->comm;
+	int n = stage_members(&m, SHARD_ROWS), same = stage_members(&m, SHARD_EXPERT);
+
+	if (bound_waiting(s, e))
+		return -1;
+	if (!plan_lockstep(&s->plan))
+		return 0;
+	if (n > 1 && c->t->split(c, &s->rows, c->rank / n, c->rank, e))
+		return -1;
+	if (same > 1 &&
+	    c->t->split(c, &s->experts, c->rank / n * m.ep + c->rank % m.ep, c->rank, e))
+		return -1;
+	return m.ep > 1 ? c->t->split(c, &s->ep, c->rank / m.ep, c->rank, e) : 0;
 }
 
 static int read_rows(void *ctx, int which, int64_t row0, int64_t n, float *buf, struct err *e)
@@ -275,22 +317,24 @@ static void summarise(struct session *s)
 {
 	const struct forward *f = &s->forward;
 	const struct capture *c = &s->capture;
-	double compute = f->seconds - f->acquiring - c->waited;
+	double compute = f->seconds - f->acquiring - f->exchanging - c->waited;
 	struct rusage usage;
 
 	getrusage(RUSAGE_SELF, &usage);
-	put_record(&s->output, json_pack("{s:s, s:i, s:I, s:I, s:I, s:I, s:I, s:f, s:f, s:{s:f, "
-		"s:f, s:f, s:f, s:f}, s:{s:I, s:I}, s:{s:s, s:i, s:s}}",
+	put_record(&s->output, json_pack("{s:s, s:i, s:I, s:I, s:I, s:I, s:I, s:I, s:f, s:f, "
+		"s:{s:f, s:f, s:f, s:f, s:f, s:f}, s:{s:I, s:I}, s:{s:s, s:i, s:s}}",
 		"record", "summary", "rank", s->comm.rank, "rows", (json_int_t)f->rows,
 		"tokens", (json_int_t)f->tokens_done,
 		"windows", (json_int_t)f->windows, "shards", (json_int_t)c->shards,
 		"bytes", (json_int_t)c->bytes,
+		"weights_read", (json_int_t)weights_read(&s->weights),
 		"seconds", log_seconds() - s->start,
 		"tokens_per_second", f->seconds > 0 ? (double)f->tokens_done / f->seconds : 0.0,
 		"time", "start", f->began > 0 ? f->began - s->start : 0.0,
-		"weights", f->acquiring, "compute", compute > 0 ? compute : 0.0,
+		"weights", f->acquiring, "exchange", f->exchanging,
+		"compute", compute > 0 ? compute : 0.0,
 		"waiting_for_writer", c->waited, "writer", c->busy,
-		"memory", "weights", (json_int_t)s->weights.bytes,
+		"memory", "weights", (json_int_t)s->weights.most,
 		"peak", (json_int_t)usage.ru_maxrss * 1024,
 		"device", "backend", s->dev.be->name, "threads", s->dev.threads,
 		"compute_dtype", dtype_recipe_name(s->dev.compute)));
@@ -305,6 +349,7 @@ static void summarise(struct session *s)
 
 static int compute(struct session *s, struct err *e)
 {
+	bool lockstep = plan_lockstep(&s->plan);
 	int rc;
 
 	s->capture = (struct capture){ .cache = &s->cache,
@@ -313,7 +358,8 @@ static int compute(struct session *s, struct err *e)
 				       .nonfinite = s->o->nonfinite,
 				       .begin = write_target_weights,
 				       .published = put_shard,
-				       .ctx = s };
+				       .ctx = s,
+				       .spill = s->plan.spill };
 	s->forward = (struct forward){ .plan = &s->plan,
 				       .range = &s->plan.range[s->comm.rank],
 				       .tokens = &s->tokens,
@@ -321,12 +367,14 @@ static int compute(struct session *s, struct err *e)
 				       .dev = &s->dev,
 				       .weights = &s->weights,
 				       .capture = &s->capture,
-				       .progress = s->o->progress };
-	if (s->left) {
-		if (capture_open(&s->capture, s->plan.window_most, e))
+				       .progress = s->o->progress,
+				       .world = lockstep ? &s->comm : NULL,
+				       .ep = s->ep.t ? &s->ep : NULL };
+	if (s->left || lockstep) {
+		if (s->left && capture_open(&s->capture, s->plan.window_most, e))
 			return -1;
 		rc = forward_run(&s->forward, s->done, e);
-		if (capture_close(&s->capture, e) || rc)
+		if ((s->left && capture_close(&s->capture, e)) || rc)
 			return -1;
 	}
 	summarise(s);
@@ -363,13 +411,15 @@ int session_run(struct session *s, const struct session_options *o, int *argc, c
 	s->start = log_seconds();
 	if (comm_open(&s->comm, o->comm, (int)o->rank, argc, argv, e) || read_run(s, e) ||
 	    plan_read(&s->plan, &s->run, e) || check_world(s, e) || open_inputs(s, e) ||
-	    open_device(s, e) || agree(s, e) || open_cache(s, e))
+	    open_groups(s, e) || open_device(s, e) || agree(s, e) || open_cache(s, e))
 		return -1;
 	return publish(s, e);
 }
 
 void session_end(struct session *s, int code)
 {
+	struct comm *group[] = { &s->ep, &s->experts, &s->rows };
+
 	capture_abort(&s->capture);
 	cache_close(&s->cache);
 	if (s->dev.be) {
@@ -385,7 +435,11 @@ void session_end(struct session *s, int code)
 	free(s->done);
 	if (code && session_has_peers(s))
 		s->comm.t->abort(&s->comm, code);
+	for (size_t i = 0; i < sizeof group / sizeof *group; i++)
+		if (group[i]->t)
+			group[i]->t->close(group[i]);
 	if (s->comm.t)
 		s->comm.t->close(&s->comm);
+	watchdog_stop(&s->dog);
 	*s = (struct session)SESSION_INIT;
 }

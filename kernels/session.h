@@ -2,8 +2,8 @@
 /*
  * session: one rank of a run, from what it reads to its published shards and their records.
  *
- * It opens, in this order, the ranks' connection, the run, rows and stage, the device and the
- * cache, then runs the forward over the shards of its range that are not published yet. The run
+ * It opens, in this order, the ranks' connection, the run, rows and stage, groups of ranks, the
+ * device and the cache, then runs the forward over the shards of its range that are not published yet. The run
  * and the records go to stdout: of connected ranks only rank 0 reads stdin and writes stdout.
  */
 #ifndef DSPARK_SESSION_H
@@ -24,6 +24,7 @@
 #include "stage.h"
 #include "text.h"
 #include "tokens.h"
+#include "watchdog.h"
 #include "weights.h"
 
 struct session_options {
@@ -45,6 +46,12 @@ struct session_output {
 struct session {
 	const struct session_options *o;
 	struct comm comm;
+	/*
+	 * Where ranks depend on each other (plan_lockstep): those among which rows and experts are
+	 * cut, and those that hold all experts between them; `t` NULL where it is this rank alone.
+	 */
+	struct comm rows, experts, ep;
+	struct watchdog dog;
 	struct run run;
 	struct plan plan;
 	struct target target;

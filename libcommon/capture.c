@@ -17,6 +17,7 @@
 #include "err.h"
 #include "log.h"
 #include "mem.h"
+#include "spill.h"
 #include "tokens.h"
 
 enum { BUFFER_FREE, BUFFER_FILLING, BUFFER_READY };
@@ -212,11 +213,24 @@ static void *publish_shards(void *arg)
 	return NULL;
 }
 
+static void *room(const struct capture *c, size_t bytes, struct err *e)
+{
+	return c->spill ? spill_map(bytes, e) : mem_aligned(bytes, e);
+}
+
+static void give_room(const struct capture *c, void *p, size_t bytes)
+{
+	if (c->spill)
+		spill_unmap(p, bytes);
+	else
+		free(p);
+}
+
 static void release(struct capture *c)
 {
 	for (int i = 0; i < 2; i++) {
-		free(c->buffer[i].states);
-		free(c->buffer[i].last);
+		give_room(c, c->buffer[i].states, c->states_bytes);
+		give_room(c, c->buffer[i].last, c->last_bytes);
 	}
 	if (c->writer)
 		shard_abort(c->writer);
@@ -271,9 +285,11 @@ int capture_open(struct capture *c, int64_t window, struct err *e)
 	c->writer = mem_calloc(1, sizeof *c->writer, e);
 	if (!c->err || !c->writer)
 		goto bad;
+	c->states_bytes = last * (size_t)g->nids;
+	c->last_bytes = last;
 	for (int i = 0; i < 2; i++) {
-		c->buffer[i].states = mem_aligned(last * (size_t)g->nids, e);
-		c->buffer[i].last = mem_aligned(last, e);
+		c->buffer[i].states = room(c, c->states_bytes, e);
+		c->buffer[i].last = room(c, c->last_bytes, e);
 		if (!c->buffer[i].states || !c->buffer[i].last)
 			goto bad;
 	}

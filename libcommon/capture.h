@@ -44,8 +44,10 @@ struct capture {
 	int (*begin)(void *ctx, struct err *e);
 	void (*published)(void *ctx, json_t *record);
 	void *ctx;
+	bool spill;			/* the buffers lie in files (spill.h) */
 
 	struct capture_buffer buffer[2];
+	size_t states_bytes, last_bytes;	/* of one */
 	pthread_t thread, publisher;
 	pthread_mutex_t lock;
 	pthread_cond_t turn;

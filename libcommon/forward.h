@@ -3,8 +3,8 @@
  * forward: the layer loop of one rank, the same for every model, backend and transport.
  *
  *	for each window of rows, for each unit (embed | layer 0 | ... | layer L-1 | final), once:
- *		acquire it; for each chunk of the window: the model's verbs, then what is captured
- *		there goes to the window's buffer
+ *		acquire it and ask for the next; for each chunk of the window: the model's verbs,
+ *		then what is captured there goes to the window's buffer
  */
 #ifndef DSPARK_FORWARD_H
 #define DSPARK_FORWARD_H
@@ -18,6 +18,7 @@
 #include "plan.h"
 #include "weights.h"
 
+struct comm;
 struct err;
 struct tokens;
 
@@ -31,11 +32,16 @@ struct forward {
 	struct target *target;
 	struct device *dev;
 	struct weights *weights;
-	struct capture *capture;
+	struct capture *capture;	/* open where this rank has rows to do */
 	enum progress_style progress;
+	/*
+	 * All ranks, where they depend on each other, else NULL: each of them has to run. Those
+	 * that hold the experts between them, NULL = this rank holds all.
+	 */
+	struct comm *world, *ep;
 
 	/* For the summary: seconds; when layer 0 began first (log_seconds, 0 = never). */
-	double seconds, acquiring, began;
+	double seconds, acquiring, exchanging, began;
 	int64_t rows, tokens_done, windows;
 };
 

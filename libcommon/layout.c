@@ -10,9 +10,11 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "budget.h"
 #include "cache.h"
 #include "checkpoint.h"
 #include "err.h"
+#include "exchange.h"
 #include "file.h"
 #include "json.h"
 #include "layout.h"
@@ -28,108 +30,6 @@
 
 /* ---- memory of a rank ------------------------------------------------------------------------ */
 
-struct sizer {
-	struct weight_walk walk;
-	const struct catalogue *catalogue;
-	enum dtype compute;
-	uint64_t bytes;
-};
-
-static int size_weight(struct weight_walk *w, const struct weight_spec *s, struct err *e)
-{
-	struct sizer *z = (struct sizer *)w;
-	struct weight shape = {
-		.count = s->count, .rows = s->rows, .cols = s->cols, .use = s->use, .unit = s->kind
-	};
-	struct weight_storage storage;
-
-	if (weight_resolve(s, z->catalogue, &storage, NULL, NULL, e))
-		return -1;
-	shape.stored = storage.stored;
-	shape.quant = storage.quant;
-	if (shape.stored == DT_NONE)
-		shape.count = 0;
-	*s->field = shape;
-	if (s->unit != UNIT_EXPORT && shape.count)
-		z->bytes += weight_bytes(&shape, z->compute);
-	return 0;
-}
-
-/*
- * Of the weights that every rank of a replicated target keeps in device memory (the head that only
- * target_weights wants is not counted). The walk also describes the target's weights.
- */
-static int weights_size(struct target *t, const struct catalogue *c, enum dtype compute,
-			uint64_t *bytes, struct err *e)
-{
-	struct sizer z = { { size_weight }, c, compute, 0 };
-
-	if (t->model->weights(t, &z.walk, e))
-		return -1;
-	*bytes = z.bytes;
-	return 0;
-}
-
-/* Experts run with the chunk's tensors and an empty scratch, `layer` and `finish` with both. */
-static void measure_layer(struct target *t, int i, struct chunk *c)
-{
-	struct routing r;
-	uint64_t mark;
-
-	c->scratch.used = 0;
-	if (t->model->pre)
-		t->model->pre(t, i, c);
-	c->scratch.used = 0;
-	if (!t->model->routed || !t->model->routed(t, i, &r)) {
-		t->model->layer(t, i, c);
-		return;
-	}
-	routed_room(c, &r);
-	mark = scratch_mark(c);
-	t->model->layer(t, i, c);
-	scratch_release(c, mark);
-	t->model->finish(t, i, c);
-}
-
-/* What a chunk takes at most in any unit, captures included. After weights_size. */
-static uint64_t scratch_size(struct target *t, const int64_t *ids, int nids, enum dtype compute,
-			     int64_t tokens)
-{
-	struct device d = { .be = &backend_measure, .compute = compute };
-	struct piece whole = { .count = tokens, .length = tokens, .kv_count = tokens };
-	struct chunk c = { .dev = &d,
-			   .tokens = tokens,
-			   .keys = tokens,
-			   .npieces = 1,
-			   .piece = &whole,
-			   .ids = { NULL, DT_I32, tokens, 1, 1 },
-			   .pos = { NULL, DT_I32, tokens, 1, 1 } };
-
-	for (int i = 0; i < t->ncarry; i++)
-		c.carry[i] = carry_view(&t->carry[i], NULL, 0, tokens, compute);
-	t->model->embed(t, &c);
-	for (int i = 0; i < t->layers; i++)
-		measure_layer(t, i, &c);
-	c.scratch.used = 0;
-	t->model->final(t, &c);
-	for (int i = 0; i < nids; i++) {
-		uint64_t mark = scratch_mark(&c);
-
-		t->model->captured(t, ids[i], &c);
-		scratch_release(&c, mark);
-	}
-	return c.scratch.peak;
-}
-
-static uint64_t carry_size(const struct target *t, enum dtype compute, int64_t tokens)
-{
-	uint64_t bytes = 0;
-
-	for (int i = 0; i < t->ncarry; i++)
-		bytes += carry_bytes(&t->carry[i], tokens, compute);
-	return bytes + (uint64_t)tokens * 2 * sizeof(int32_t);	/* ids and positions */
-}
-
 static int64_t longest_row(const struct plan *p, const struct tokens *t)
 {
 	int64_t most = 0;
@@ -142,40 +42,268 @@ static int64_t longest_row(const struct plan *p, const struct tokens *t)
 	return most;
 }
 
-static int plan_memory(struct plan *p, struct target *target, const struct checkpoint *c,
-		       const struct tokens *t, uint64_t memory, bool force, struct err *e)
-{
-	int64_t longest = longest_row(p, t);
-	struct text need = TEXT_INIT, have = TEXT_INIT;
+/* What a choice of residency, window and block leads to. */
+struct candidate {
+	struct budget_choice c;
+	int64_t window, window_most;
+	bool spill;
+	struct budget_weights weights; /* of share 0 */
+	uint64_t scratch, carry, exchange, capture, total;
+};
 
-	p->chunk_most = longest > p->chunk_tokens ? longest : p->chunk_tokens;
-	p->window_most = longest > p->window_tokens ? longest : p->window_tokens;
-	if (weights_size(target, &c->catalogue, p->compute, &p->weight_bytes, e))
-		return -1;
-	p->scratch_bytes =
-		scratch_size(target, p->ids, p->g.nids, p->compute, p->chunk_most);
-	p->carry_bytes = carry_size(target, p->compute, p->window_most);
-	/* Two windows of captured states: one being filled, one being written. */
-	p->capture_bytes = 2 * (uint64_t)p->window_most * (uint64_t)(p->g.nids + 1) *
-			   (uint64_t)p->g.hidden * dtype_size(p->g.dtype);
-	if (!memory || plan_rank_bytes(p) <= memory)
-		return 0;
-	text_bytes(&need, (double)plan_rank_bytes(p));
-	text_bytes(&have, (double)memory);
-	if (force)
-		log_warn("resident weights need %s a rank, --memory allows %s", need.s, have.s);
+static bool gathers(enum residency r)
+{
+	return r == WEIGHTS_GATHER || r == WEIGHTS_GATHER_STREAM;
+}
+
+static bool streams(enum residency r)
+{
+	return r == WEIGHTS_STREAM || r == WEIGHTS_GATHER_STREAM;
+}
+
+/* Two windows of captured states: one being filled, one being written. */
+static void add_up(const struct plan *p, const struct budget *b, struct candidate *x)
+{
+	bool split = budget_splits(b, &x->c);
+
+	x->window_most = p->longest > x->window ? p->longest : x->window;
+	budget_weights(b, &x->c, 0, &x->weights);
+	x->scratch = budget_scratch(b, p->ids, p->g.nids, p->chunk_most, split);
+	x->carry = budget_carry(b, x->window_most, split);
+	x->exchange = exchange_bytes(&b->most, p->exchange_rows, p->compute);
+	x->capture = 2 * (uint64_t)x->window_most * (uint64_t)(p->g.nids + 1) *
+		     (uint64_t)p->g.hidden * dtype_size(p->g.dtype);
+	x->total = x->weights.held + x->weights.working + x->scratch + x->exchange +
+		   (x->spill ? 0 : x->carry + x->capture);
+}
+
+/* The largest blocks of experts with which the candidate fits; those of one expert where none do. */
+static bool fit_blocks(const struct plan *p, const struct budget *b, uint64_t memory,
+		       struct candidate *x)
+{
+	x->c.block = budget_block(b, &x->c);
+	for (;;) {
+		int64_t now = x->c.block ? x->c.block : b->most.experts;
+
+		add_up(p, b, x);
+		if (!memory || x->total <= memory)
+			return true;
+		if (now <= 1 || x->c.mesh.ep > 1 || !budget_splits(b, &x->c))
+			return false;
+		x->c.block = now / 2;
+	}
+}
+
+/*
+ * The window that was asked for, or the largest down to the least; where weights come and go, and
+ * that is not enough, what a window holds is spilled.
+ */
+static bool fit(const struct plan *p, const struct budget *b, const struct layout_options *o,
+		struct candidate *x)
+{
+	int64_t most = o->window_tokens		   ? o->window_tokens
+		       : streams(x->c.residency) ? LAYOUT_WINDOW_STREAMED
+						   : LAYOUT_WINDOW_TOKENS,
+		least = o->window_tokens || !streams(x->c.residency) ? most : LAYOUT_WINDOW_TOKENS;
+
+	for (int spill = 0; spill <= streams(x->c.residency); spill++)
+		for (x->window = most; x->window >= least; x->window /= 2) {
+			x->spill = spill;
+			if (fit_blocks(p, b, o->memory, x))
+				return true;
+		}
+	x->window = least;
+	fit_blocks(p, b, o->memory, x);
+	return false;
+}
+
+static struct candidate candidate(const struct plan *p, enum residency r)
+{
+	return (struct candidate){
+		.c = { .residency = r, .mesh = { p->world, p->ep, p->replicate, gathers(r) } }
+	};
+}
+
+static int too_large(const struct plan *p, const struct candidate *x,
+		     const struct layout_options *o, struct err *e)
+{
+	struct text need = TEXT_INIT, have = TEXT_INIT, unit = TEXT_INIT;
+	const char *of = x->weights.kind == UNIT_EXPERTS ? "a block of the experts"
+							  : "attention and dense part";
+
+	text_bytes(&need, (double)x->total);
+	text_bytes(&have, (double)o->memory);
+	text_bytes(&unit, (double)x->weights.largest);
+	if (o->force)
+		log_warn("%s weights need %s a rank, --memory allows %s",
+			 residency_name(x->c.residency), need.s, have.s);
+	else if (x->weights.layer >= 0 && x->weights.held + x->weights.working > o->memory)
+		err_refuse(e,
+			   "%s weights need %s a rank, but --memory allows %s: %s of layer %d, %s, "
+			   "does not fit twice beside what is always held (%llu bytes): allow "
+			   "more%s",
+			   residency_name(x->c.residency), need.s, have.s, of, x->weights.layer,
+			   unit.s, (unsigned long long)x->weights.held,
+			   x->weights.kind == UNIT_EXPERTS && p->exchange_rows
+				   ? ", or raise distributed.ep_size"
+				   : "");
 	else
 		err_refuse(e,
-			   "resident weights need %s a rank (weights %llu, activations %llu, "
-			   "buffers %llu bytes), but --memory allows %s: "
-			   "allow more, or lower --window-tokens; gathered and streamed weights "
-			   "are not supported in this version",
-			   need.s, (unsigned long long)p->weight_bytes,
-			   (unsigned long long)(p->scratch_bytes + p->carry_bytes),
-			   (unsigned long long)p->capture_bytes, have.s);
+			   "%s weights need %s a rank (weights %llu, activations %llu, buffers %llu "
+			   "bytes), but --memory allows %s: allow more, lower --window-tokens%s",
+			   residency_name(x->c.residency), need.s,
+			   (unsigned long long)(x->weights.held + x->weights.working),
+			   (unsigned long long)(x->scratch + x->carry + x->exchange),
+			   (unsigned long long)x->capture, have.s,
+			   streams(x->c.residency) ? "" : ", or give --weights auto");
 	text_release(&need);
 	text_release(&have);
-	return force ? 0 : -1;
+	text_release(&unit);
+	return o->force ? 0 : -1;
+}
+
+/*
+ * The residencies that are tried, in this order, up to the first that fits: the one asked for; else
+ * what the recipe says, or with --memory from the fastest to the smallest.
+ */
+static int order(const struct plan *p, const struct recipe *r, const struct target *target,
+		 const struct layout_options *o, enum residency out[WEIGHTS_COUNT])
+{
+	bool group = p->world / p->replicate > 1;
+	int n = 0;
+
+	if (o->weights >= 0) {
+		out[n++] = (enum residency)o->weights;
+		return n;
+	}
+	if (!o->memory) {
+		out[n++] = group && r->offload		     ? WEIGHTS_GATHER_STREAM
+			   : group && target->sharded ? WEIGHTS_GATHER
+						      : WEIGHTS_RESIDENT;
+		return n;
+	}
+	out[n++] = WEIGHTS_RESIDENT;
+	if (group) {
+		out[n++] = WEIGHTS_GATHER;
+		out[n++] = WEIGHTS_GATHER_STREAM;
+	}
+	out[n++] = WEIGHTS_STREAM;
+	return n;
+}
+
+static void adopt(struct plan *p, const struct candidate *x)
+{
+	p->residency = x->c.residency;
+	p->cut = x->c.mesh.cut;
+	p->keep = x->c.keep;
+	p->spill = x->spill;
+	p->block_experts = x->c.block;
+	p->window_tokens = x->window;
+	p->window_most = x->window_most;
+	p->weight_bytes = x->weights.held + x->weights.working;
+	p->scratch_bytes = x->scratch;
+	p->carry_bytes = x->carry;
+	p->exchange_bytes = x->exchange;
+	p->capture_bytes = x->capture;
+}
+
+/* Runs of ranks that need the same under a residency. */
+static int list_memory(struct plan *p, const struct budget *b, const struct candidate *x,
+		       struct err *e)
+{
+	struct plan_memory *last = NULL;
+	struct budget_weights w;
+	int shares;
+
+	if (stage_shares(&x->c.mesh, &shares, e))
+		return -1;
+	for (int rank = 0; rank < p->world; rank++) {
+		budget_weights(b, &x->c, rank % shares, &w);
+		if (last && last->held == w.held && last->working == w.working) {
+			last->last = rank;
+			continue;
+		}
+		if (mem_grow(&p->memory, &p->memory_cap, p->nmemory + 1, sizeof *p->memory, e))
+			return -1;
+		last = &p->memory[p->nmemory++];
+		*last = (struct plan_memory){
+			.residency = x->c.residency,
+			.first = rank,
+			.last = rank,
+			.held = w.held,
+			.working = w.working,
+			.activations = x->scratch + x->exchange + (x->spill ? 0 : x->carry),
+			.buffers = x->spill ? 0 : x->capture,
+		};
+		last->total = last->held + last->working + last->activations + last->buffers;
+	}
+	return 0;
+}
+
+/* How every residency would do, the chosen one as chosen. */
+static int list_all(struct plan *p, const struct budget *b, const struct candidate *chosen,
+		    const struct layout_options *o, struct err *e)
+{
+	for (int r = 0; r < WEIGHTS_COUNT; r++) {
+		struct candidate x = candidate(p, (enum residency)r);
+
+		if ((enum residency)r == chosen->c.residency)
+			x = *chosen;
+		else if (gathers((enum residency)r) && p->world / p->replicate == 1)
+			continue;
+		else
+			fit(p, b, o, &x);
+		if (list_memory(p, b, &x, e))
+			return -1;
+	}
+	return 0;
+}
+
+/* `moe.reshard_after_forward: false` keeps what was gathered where memory allows. */
+static void consider_keeping(struct candidate *x, const struct plan *p, const struct budget *b,
+			     const struct recipe *r, const struct layout_options *o)
+{
+	struct candidate kept = *x;
+
+	if (x->c.residency != WEIGHTS_GATHER || r->reshard_after_forward)
+		return;
+	kept.c.keep = true;
+	if (fit(p, b, o, &kept))
+		*x = kept;
+}
+
+static int plan_memory(struct plan *p, const struct recipe *r, struct target *target,
+		       const struct checkpoint *c, const struct tokens *t,
+		       const struct layout_options *o, struct err *e)
+{
+	enum residency list[WEIGHTS_COUNT];
+	struct candidate x = { 0 };
+	struct budget b;
+	int n = order(p, r, target, o, list), rc = -1;
+	bool fits = false;
+
+	p->longest = longest_row(p, t);
+	p->chunk_tokens = o->window_tokens && o->window_tokens < LAYOUT_CHUNK_TOKENS
+				  ? o->window_tokens
+				  : LAYOUT_CHUNK_TOKENS;
+	p->chunk_most = p->longest > p->chunk_tokens ? p->longest : p->chunk_tokens;
+	if (budget_open(&b, target, c, p->compute, e))
+		goto out;
+	p->exchange_rows = exchange_rows(p->chunk_most, b.most.experts, b.most.k, p->ep);
+	p->checkpoint_bytes = b.checkpoint_bytes;
+	p->used_bytes = b.used_bytes;
+	for (int i = 0; i < n && !fits; i++) {
+		x = candidate(p, list[i]);
+		fits = fit(p, &b, o, &x);
+	}
+	if (!fits && too_large(p, &x, o, e))
+		goto out;
+	consider_keeping(&x, p, &b, r, o);
+	adopt(p, &x);
+	rc = list_all(p, &b, &x, o, e);
+out:
+	budget_release(&b);
+	return rc;
 }
 
 /* ---- what is captured ------------------------------------------------------------------------ */
@@ -478,6 +606,8 @@ out:
 static int plan_mesh(struct plan *p, const struct recipe *r, const struct target *target,
 		     const struct layout_options *o, struct err *e)
 {
+	int shares;
+
 	if (r->ep_size > WORLD_MAX || r->cp_size > WORLD_MAX || r->dp_replicate_size > WORLD_MAX)
 		return err_refuse(e,
 				  "distributed: ep_size, cp_size and dp_replicate_size may be at "
@@ -505,8 +635,9 @@ static int plan_mesh(struct plan *p, const struct recipe *r, const struct target
 				  "distributed.cp_size is %d: context parallelism is not supported "
 				  "in this version, set it to 1",
 				  p->cp);
-	p->sharded = target->sharded;
-	return 0;
+	if (!target->experts)
+		p->ep = 1; /* nothing is divided */
+	return stage_shares(&(struct stage_mesh){ p->world, p->ep, p->replicate, true }, &shares, e);
 }
 
 static int plan_device(struct plan *p, const struct recipe *r, const struct layout_options *o,
@@ -525,21 +656,6 @@ static int plan_device(struct plan *p, const struct recipe *r, const struct layo
 	p->device = mem_strdup("cpu", e);
 	p->compute = o->compute != DT_NONE ? o->compute : DT_F32;
 	return p->device ? 0 : -1;
-}
-
-static int plan_residency(struct plan *p, const struct target *target,
-			  const struct layout_options *o, struct err *e)
-{
-	p->residency = o->weights >= 0   ? (enum residency)o->weights
-		       : target->sharded ? WEIGHTS_GATHER
-					 : WEIGHTS_RESIDENT;
-	if (p->residency != WEIGHTS_RESIDENT)
-		return err_refuse(e, "--weights %s is not supported in this version (resident is)",
-				  residency_name(p->residency));
-	p->window_tokens = o->window_tokens ? o->window_tokens : LAYOUT_WINDOW_TOKENS;
-	p->chunk_tokens =
-		p->window_tokens < LAYOUT_CHUNK_TOKENS ? p->window_tokens : LAYOUT_CHUNK_TOKENS;
-	return 0;
 }
 
 static int plan_copy(struct plan *p, const struct recipe *r, const struct tokens *t,
@@ -563,9 +679,8 @@ static int plan_copy(struct plan *p, const struct recipe *r, const struct tokens
 }
 
 static int plan_target_facts(struct plan *p, const struct recipe *r, struct target *target,
-			     const struct checkpoint *c, struct err *e)
+			     const struct checkpoint *c, char derived[DIGEST_HEX], struct err *e)
 {
-	char derived[DIGEST_HEX] = "";
 
 	p->config = json_incref(c->config);
 	p->g.hidden = target->hidden;
@@ -579,9 +694,6 @@ static int plan_target_facts(struct plan *p, const struct recipe *r, struct targ
 	if (!c->partial &&
 	    (checkpoint_identity(c, p->weights, e) || stage_derived(derived, target, c->dir, e)))
 		return -1;
-	stage_key(p->stage_key, p->weights,
-		  &(struct stage_mesh){ p->world, p->ep, p->replicate, p->sharded },
-		  p->target_layers, p->force_hf, derived);
 	return 0;
 }
 
@@ -614,21 +726,25 @@ int layout_plan(struct plan *p, const struct recipe *r, struct target *target,
 		const struct checkpoint *c, const struct tokens *t, const char *tokens_path,
 		const char *template_sha, const struct layout_options *o, struct err *e)
 {
+	char derived[DIGEST_HEX] = "";
+	struct stage_mesh mesh;
 	const char *sha;
 
 	memset(p, 0, sizeof *p);
 	p->runnable = t && !c->partial;
 	if (plan_copy(p, r, t, tokens_path, o, e) || plan_mesh(p, r, target, o, e) ||
-	    plan_device(p, r, o, e) || plan_residency(p, target, o, e) ||
-	    plan_target_facts(p, r, target, c, e))
+	    plan_device(p, r, o, e) || plan_target_facts(p, r, target, c, derived, e))
 		goto bad;
 	if (t && (tokens_match(t, r, e) || plan_template(t, template_sha, &sha, e) ||
 		  tokens_verify(t, target->vocab, e)))
 		goto bad;
 	if (!t && plan_template(NULL, template_sha, &sha, e))
 		goto bad;
-	if (plan_memory(p, target, c, t, o->memory, o->force, e) ||
-	    plan_identity(p, r, target, t, sha, e) || plan_work(p, t, o, e))
+	if (plan_memory(p, r, target, c, t, o, e))
+		goto bad;
+	mesh = stage_mesh(p);
+	stage_key(p->stage_key, p->weights, &mesh, p->target_layers, p->force_hf, derived);
+	if (plan_identity(p, r, target, t, sha, e) || plan_work(p, t, o, e))
 		goto bad;
 	return 0;
 bad:

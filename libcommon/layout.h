@@ -1,11 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * layout: recipe + target + rows -> plan. All arithmetic of dspark-plan: captured ids, identity,
- * file sizes, memory of a rank, ranges.
- *
- * Memory is not estimated by formulas that could drift from the models: weights are summed over the
- * model's own walk, and scratch is what the model's own layers ask for when they run on a device
- * whose verbs do nothing.
+ * file sizes, memory of a rank (budget.h) and the residency that fits it, ranges.
  */
 #ifndef DSPARK_LAYOUT_H
 #define DSPARK_LAYOUT_H
@@ -21,7 +17,12 @@ struct recipe;
 struct tokens;
 struct checkpoint;
 
-#define LAYOUT_WINDOW_TOKENS 4096	/* default of --window-tokens for resident weights */
+/*
+ * Defaults of --window-tokens: where weights stay or are gathered, and where they are streamed, for
+ * which a larger window makes fewer readings.
+ */
+#define LAYOUT_WINDOW_TOKENS 4096
+#define LAYOUT_WINDOW_STREAMED 16384
 #define LAYOUT_CHUNK_TOKENS 2048
 
 enum balance { BALANCE_TOKENS, BALANCE_SHARDS };

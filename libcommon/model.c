@@ -268,6 +268,11 @@ static const struct entry *find_part(const struct resolver *r, const struct weig
 	return r->catalogue->find(r->catalogue, alt);
 }
 
+static int64_t held(const struct weight_spec *s)
+{
+	return s->held ? s->held : s->count;
+}
+
 static int missing(const struct resolver *r, const char *name, struct err *e)
 {
 	return err_refuse(e, "tensor '%s' is missing from '%s'", name, r->catalogue->path);
@@ -277,7 +282,7 @@ static int resolve_part(struct resolver *r, const struct weight_part *p, int64_t
 			int64_t row0, struct err *e)
 {
 	char name[WEIGHT_NAME + 16];
-	const struct entry *t = find_part(r, p, index, name);
+	const struct entry *t = find_part(r, p, r->spec->first + index, name);
 
 	if (!t) {
 		r->absent++;
@@ -302,8 +307,8 @@ static int resolve_fused(const struct resolver *r, const struct entry *t, struct
 
 	if (check_shape(r, t, true, s->rows, e) || check_dtype(r, t, e))
 		return -1;
-	for (int64_t i = 0; i < s->count; i++)
-		if (give(r, t, i, 0, s->rows, i * s->rows, e))
+	for (int64_t i = 0; i < held(s); i++)
+		if (give(r, t, i, 0, s->rows, (s->first + i) * s->rows, e))
 			return -1;
 	return 0;
 }
@@ -312,7 +317,7 @@ static int resolve_parts(struct resolver *r, struct err *e)
 {
 	const struct weight_spec *s = r->spec;
 
-	for (int64_t i = 0; i < s->count; i++) {
+	for (int64_t i = 0; i < held(s); i++) {
 		int64_t row0 = 0;
 
 		for (int p = 0; p < s->nparts; row0 += s->part[p++].rows)
@@ -422,4 +427,43 @@ void routed_room(struct chunk *c, const struct routing *r)
 	x->ids = scratch(c, DT_I32, c->tokens, r->k);
 	x->weights = scratch(c, DT_F32, c->tokens, r->k);
 	x->sum = scratch(c, DT_F32, c->tokens, r->out);
+}
+
+void routed_views(struct routed *x, void *const array[4], const struct routing *r, int64_t begin,
+		  int64_t tokens, enum dtype compute)
+{
+	const int64_t cols[] = { r->in, r->k, r->k, r->out };
+	const enum dtype dtypes[] = { compute, DT_I32, DT_F32, DT_F32 };
+	struct tensor *to[] = { &x->input, &x->ids, &x->weights, &x->sum };
+
+	for (int i = 0; i < 4; i++)
+		*to[i] = tensor_rows(
+			(struct tensor){ array[i], dtypes[i], tokens, cols[i], cols[i] }, begin,
+			tokens);
+}
+
+void routed_bytes(size_t bytes[4], const struct routing *r, int64_t tokens, enum dtype compute)
+{
+	bytes[0] = (size_t)(tokens * r->in) * dtype_size(compute);
+	bytes[1] = (size_t)(tokens * r->k) * sizeof(int32_t);
+	bytes[2] = (size_t)(tokens * r->k) * sizeof(float);
+	bytes[3] = (size_t)(tokens * r->out) * sizeof(float);
+}
+
+static int64_t larger(int64_t a, int64_t b)
+{
+	return a > b ? a : b;
+}
+
+bool routing_most(const struct target *t, struct routing *most)
+{
+	struct routing r;
+
+	*most = (struct routing){ 0 };
+	for (int i = 0; t->model->routed && i < t->layers; i++)
+		if (t->model->routed(t, i, &r))
+			*most = (struct routing){ larger(most->experts, r.experts),
+						  larger(most->k, r.k), larger(most->in, r.in),
+						  larger(most->out, r.out) };
+	return most->experts > 0;
 }

@@ -76,6 +76,11 @@ struct weight_spec {
 	 * the stage
 	 */
 	bool derived;
+	/*
+	 * set by who resolves, not by models: the experts to look for, [first, first + held); held 0
+	 * = all
+	 */
+	int64_t first, held;
 };
 
 /* The visitor of a walk: 0 to go on, -1 to stop with an error. */
@@ -104,7 +109,7 @@ struct weight_source {
 	 */
 	const struct entry *scale;
 	const struct quant *quant;	/* layout of this tensor, NULL = plain */
-	int64_t index;			/* expert (0 for count = 1) */
+	int64_t index;			/* expert, counted from spec.first (0 for count = 1) */
 	int64_t row0, rows;		/* of the weight */
 	/* first row in the entry, counting an expert-stacked entry as [count*rows, cols] */
 	int64_t from;
@@ -208,6 +213,16 @@ static inline void scratch_release(struct chunk *c, uint64_t mark) { c->scratch.
 void routed_room(struct chunk *c, const struct routing *r);
 
 /*
+ * The same as views of window arrays input, ids, weights and sum, for `tokens` tokens from `begin`
+ * on; bytes of these arrays for `tokens` tokens; the largest sizes that any layer has, false where
+ * none has routed experts.
+ */
+void routed_views(struct routed *x, void *const array[4], const struct routing *r, int64_t begin,
+		  int64_t tokens, enum dtype compute);
+void routed_bytes(size_t bytes[4], const struct routing *r, int64_t tokens, enum dtype compute);
+bool routing_most(const struct target *t, struct routing *most);
+
+/*
  * x [T,w] of all ranks of c->cp as [keys,w] in scratch, so that piece.kv_* index it; x itself
  * without context parallelism. Collective: every rank calls it, also with no tokens.
  */
@@ -271,7 +286,7 @@ struct model {
 		      struct err *e);
 	void (*release)(struct target *t);
 
-	/* Every tensor, in the order of use. */
+	/* Every tensor, in the order of use; those of a unit one after the other. */
 	int (*weights)(struct target *t, struct weight_walk *w, struct err *e);
 
 	/*

@@ -40,6 +40,7 @@ void plan_release(struct plan *p)
 	for (int r = 0; p->range && r < p->world; r++)
 		free(p->range[r].shards);
 	free(p->range);
+	free(p->memory);
 	json_decref(p->recipe);
 	json_decref(p->config);
 	identity_release(&p->identity);
@@ -56,7 +57,14 @@ void plan_release(struct plan *p)
 
 uint64_t plan_rank_bytes(const struct plan *p)
 {
-	return p->weight_bytes + p->scratch_bytes + p->carry_bytes + p->capture_bytes;
+	uint64_t window = p->spill ? 0 : p->carry_bytes + p->capture_bytes;
+
+	return p->weight_bytes + p->scratch_bytes + p->exchange_bytes + window;
+}
+
+bool plan_lockstep(const struct plan *p)
+{
+	return p->world > 1 && (p->cut || p->ep > 1);
 }
 
 /* ---- to records ------------------------------------------------------------------------------ */
@@ -87,19 +95,40 @@ static json_t *cache_json(const struct plan *p)
 
 static json_t *rank_json(const struct plan *p)
 {
-	return json_pack("{s:I, s:I, s:I, s:I, s:I}", "weights", (json_int_t)p->weight_bytes,
-		"activations", (json_int_t)(p->scratch_bytes + p->carry_bytes),
+	return json_pack("{s:I, s:I, s:I, s:I, s:I, s:I}", "weights", (json_int_t)p->weight_bytes,
+		"activations",
+		(json_int_t)(p->scratch_bytes + p->carry_bytes + p->exchange_bytes),
 		"scratch", (json_int_t)p->scratch_bytes,
-		"carry", (json_int_t)p->carry_bytes, "buffers", (json_int_t)p->capture_bytes);
+		"carry", (json_int_t)p->carry_bytes,
+		"exchange", (json_int_t)p->exchange_bytes,
+		"buffers", (json_int_t)p->capture_bytes);
+}
+
+static json_t *memory_json(const struct plan *p)
+{
+	json_t *a = json_array();
+
+	for (size_t i = 0; i < p->nmemory; i++) {
+		const struct plan_memory *m = &p->memory[i];
+
+		json_array_append_new(a, json_pack("{s:s, s:[i, i], s:I, s:I, s:I, s:I, s:I}",
+			"weights", residency_name(m->residency), "ranks", m->first, m->last,
+			"held", (json_int_t)m->held, "working", (json_int_t)m->working,
+			"activations", (json_int_t)m->activations,
+			"buffers", (json_int_t)m->buffers, "total", (json_int_t)m->total));
+	}
+	return a;
 }
 
 static json_t *run_json(const struct plan *p)
 {
-	return json_pack("{s:s, s:s, s:s, s:b, s:b, s:I, s:i, s:i, s:i, s:I, s:I, s:I, s:I, s:f, "
-		"s:s}",
+	return json_pack("{s:s, s:s, s:s, s:b, s:b, s:b, s:b, s:I, s:I, s:I, s:i, s:i, s:i, s:I, "
+		"s:I, s:I, s:I, s:f, s:s}",
 		"device", p->device, "compute_dtype", dtype_recipe_name(p->compute),
 		"weights", residency_name(p->residency),
-		"target_force_hf", p->force_hf, "sharded", p->sharded,
+		"target_force_hf", p->force_hf, "cut", p->cut, "keep", p->keep, "spill", p->spill,
+		"block_experts", (json_int_t)p->block_experts,
+		"exchange_rows", (json_int_t)p->exchange_rows,
 		"target_num_hidden_layers", (json_int_t)p->target_layers,
 		"ep_size", p->ep, "cp_size", p->cp, "dp_replicate_size", p->replicate,
 		"window_tokens", (json_int_t)p->window_tokens,
@@ -110,12 +139,15 @@ static json_t *run_json(const struct plan *p)
 
 static json_t *plan_json(const struct plan *p)
 {
-	return json_pack("{s:s, s:i, s:i, s:b, s:s, s:s, s:s?, s:s, s:s, s:o, s:o, s:o, s:O, s:s, "
-		"s:O, s:O}",
+	return json_pack("{s:s, s:i, s:i, s:b, s:s, s:s, s:s?, s:s, s:s, s:{s:I, s:I}, s:o, s:o, "
+		"s:o, s:o, s:O, s:s, s:O, s:O}",
 		"record", "plan", "version", p->version, "world", p->world, "runnable", p->runnable,
 		"target", p->target_dir, "cache_output_dir", p->cache_dir, "tokens", p->tokens,
 		"weights_xxh3_128", p->weights, "stage_key", p->stage_key,
+		"checkpoint", "bytes", (json_int_t)p->checkpoint_bytes, "used",
+		(json_int_t)p->used_bytes,
 		"cache", cache_json(p), "run", run_json(p), "rank_bytes", rank_json(p),
+		"memory", memory_json(p),
 		"identity", p->identity.json, "identity_xxh3_128", p->identity.digest,
 		"recipe", p->recipe, "config", p->config);
 }
@@ -294,7 +326,11 @@ static int read_run(struct plan *p, const json_t *r, struct err *e)
 	    json_str(r, PLAN, "weights", &weights, e) ||
 	    residency_find(weights, &p->residency, e) ||
 	    json_bool_or(r, PLAN, "target_force_hf", false, &p->force_hf, e) ||
-	    json_bool_or(r, PLAN, "sharded", false, &p->sharded, e) ||
+	    json_bool_or(r, PLAN, "cut", false, &p->cut, e) ||
+	    json_bool_or(r, PLAN, "keep", false, &p->keep, e) ||
+	    json_bool_or(r, PLAN, "spill", false, &p->spill, e) ||
+	    take_size(r, "block_experts", 0, &p->block_experts, e) ||
+	    take_size(r, "exchange_rows", 0, &p->exchange_rows, e) ||
 	    take_size(r, "target_num_hidden_layers", 0, &p->target_layers, e) ||
 	    take_int(r, "ep_size", 1, &p->ep, e) || take_int(r, "cp_size", 1, &p->cp, e) ||
 	    take_int(r, "dp_replicate_size", 1, &p->replicate, e) ||
@@ -316,6 +352,7 @@ static int read_rank_bytes(struct plan *p, const json_t *b, struct err *e)
 	return take_bytes(b, "weights", &p->weight_bytes, e) ||
 			       take_bytes(b, "scratch", &p->scratch_bytes, e) ||
 			       take_bytes(b, "carry", &p->carry_bytes, e) ||
+			       take_bytes(b, "exchange", &p->exchange_bytes, e) ||
 			       take_bytes(b, "buffers", &p->capture_bytes, e)
 		       ? -1
 		       : 0;

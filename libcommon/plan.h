@@ -23,7 +23,7 @@
 struct err;
 struct tokens;
 
-#define PLAN_VERSION 1
+#define PLAN_VERSION 2
 
 /* Raised whenever results change. */
 #define PLAN_NUMERICS 2
@@ -37,6 +37,13 @@ enum residency {
 };
 /* "resident", "gather", "stream", "gather,stream" */
 const char *residency_name(enum residency r);
+
+/* Memory of ranks [first, last] under a residency: `total` of the four before it. */
+struct plan_memory {
+	enum residency residency;
+	int first, last;
+	uint64_t held, working, activations, buffers, total;
+};
 
 struct plan_range {
 	int rank;
@@ -64,18 +71,28 @@ struct plan {
 	enum dtype compute;
 	char *device;			/* "cpu", "cuda" */
 	enum residency residency;
-	bool force_hf, sharded;
+	bool force_hf;
+	/* the ranks of a shard group hold parts of the weights (stage.h): gathered residencies */
+	bool cut;
+	bool keep;			/* what was gathered stays */
+	bool spill;			/* carry and captured states lie in files in TMPDIR */
+	int64_t block_experts;		/* of a block, where blocks come and go; 0 = all */
+	int64_t exchange_rows;		/* rows of a rank in a round of exchange.h; 0 = none */
 	int64_t target_layers;		/* target_num_hidden_layers, 0 = all */
 	int ep, cp, replicate;
 	int64_t window_tokens, chunk_tokens;	/* the cutting rule */
 	/* tokens of the largest window and chunk: the rule's number or the longest row */
 	int64_t window_most, chunk_most;
+	int64_t longest;		/* tokens of the longest row; not read back */
 	double timeout_minutes;
 	char *balance;			/* "tokens", "shards" */
 
 	/* Bytes of the cache, and of the memory of one rank. */
 	uint64_t shard_bytes, last_shard_bytes, target_weights_bytes, total_bytes, allocated_bytes;
-	uint64_t weight_bytes, scratch_bytes, carry_bytes, capture_bytes;
+	uint64_t weight_bytes, scratch_bytes, carry_bytes, exchange_bytes, capture_bytes;
+	uint64_t checkpoint_bytes, used_bytes;	/* of its tensors, and of those that are read */
+	struct plan_memory *memory;	/* [nmemory] of every residency; not read back */
+	size_t nmemory, memory_cap;
 
 	struct plan_range *range;	/* [world]; NULL in an estimate */
 
@@ -105,7 +122,11 @@ void plan_release(struct plan *p);
 char *plan_path(const struct plan *p, const char *path, struct err *e);
 char *plan_target(const struct plan *p, struct err *e);		/* the model directory, likewise */
 
-uint64_t plan_rank_bytes(const struct plan *p);		/* weights + scratch + carry + capture */
+/* Memory of a rank: what is spilled is not counted. */
+uint64_t plan_rank_bytes(const struct plan *p);
+
+/* Ranks depend on each other: all have to run, connected, in step. */
+bool plan_lockstep(const struct plan *p);
 
 /* Windows of a rank's range, walked in order. A window never crosses an interval's end. */
 struct plan_cursor {

@@ -20,29 +20,42 @@
 #include "file.h"
 #include "mem.h"
 #include "pack.h"
+#include "plan.h"
 #include "stage.h"
 #include "stage_index.h"
 #include "text.h"
 
 /* ---- shares ---------------------------------------------------------------------------------- */
 
+struct stage_mesh stage_mesh(const struct plan *p)
+{
+	return (struct stage_mesh){ p->world, p->ep, p->replicate, p->cut };
+}
+
 int stage_shares(const struct stage_mesh *m, int *shares, struct err *e)
 {
-	int n;
+	int n = m->replicate > 0 ? m->world / m->replicate : 0;
 
-	*shares = 1;
-	if (!m->sharded)
-		return 0;
-	n = m->replicate > 0 ? m->world / m->replicate : 0;
-	if (n < 1 || m->ep < 1 || n * m->replicate != m->world || m->world % m->ep ||
-	    (n % m->ep && m->ep % n))
+	*shares = m->ep;
+	if (m->ep < 1 || m->world % m->ep || n < 1 || n * m->replicate != m->world ||
+	    (m->cut && n % m->ep && m->ep % n))
 		return err_refuse(e,
 				  "%d ranks cannot be divided into shard groups with "
 				  "dp_replicate_size %d and ep_size %d: "
 				  "one must divide the other, and both the world",
 				  m->world, m->replicate, m->ep);
-	*shares = n > m->ep ? n : m->ep;
+	if (m->cut && n > m->ep)
+		*shares = n;
 	return 0;
+}
+
+int stage_members(const struct stage_mesh *m, enum shard shard)
+{
+	int n = m->cut ? m->world / m->replicate : 1;
+
+	if (shard == SHARD_EXPERT)
+		return n > m->ep ? n / m->ep : 1;
+	return shard == SHARD_ROWS ? n : 1;
 }
 
 static void cut(int64_t d, int m, int i, int64_t *first, int64_t *n)
@@ -57,33 +70,29 @@ static void cut(int64_t d, int m, int i, int64_t *first, int64_t *n)
 void stage_share(const struct stage_mesh *m, int share, enum shard shard, int64_t count,
 		 int64_t rows, int64_t *first, int64_t *n)
 {
-	int group = m->sharded ? m->world / m->replicate : 1, same;
-	int64_t experts;
+	int members = stage_members(m, shard);
 
-	*first = 0;
-	*n = count * rows;
-	if (!m->sharded || shard == SHARD_WHOLE)
-		return;
-	if (shard != SHARD_EXPERT) {
-		cut(count * rows, group, share % group, first, n);
-		return;
+	if (shard == SHARD_EXPERT) {
+		int64_t stack = count / m->ep * rows;
+
+		/* counted within the shard group, of which ep consecutive ranks come first */
+		cut(stack, members, share / m->ep % members, first, n);
+		*first += share % m->ep * stack;
+	} else {
+		cut(count * rows, members, share % members, first, n);
 	}
-	experts = count / m->ep;
-	same = group > m->ep ? group / m->ep : 1;
-	cut(experts * rows, same, share % group / m->ep % same, first, n);
-	*first += share % m->ep * experts * rows;
 }
 
 void stage_key(char hex[DIGEST_HEX], const char *weights_identity, const struct stage_mesh *m,
 	       int64_t layers, bool force_hf, const char *derived)
 {
-	struct stage_mesh k = m->sharded ? *m : (struct stage_mesh){ 1, 1, 1, false };
+	struct stage_mesh k = m->cut ? *m : (struct stage_mesh){ 1, m->ep, 1, false };
 	char s[512];
-	int n = snprintf(
-		s, sizeof s,
-		"dspark-stage 1\n%s\nsharded %d world %d ep %d replicate %d\nlayers %" PRId64
-		" hf %d\nderived %s\n",
-		weights_identity, k.sharded, k.world, k.ep, k.replicate, layers, force_hf, derived);
+	int n = snprintf(s, sizeof s,
+			 "dspark-stage 2\n%s\ncut %d world %d ep %d replicate %d\nlayers %" PRId64
+			 " hf %d\nderived %s\n",
+			 weights_identity, k.cut, k.world, k.ep, k.replicate, layers, force_hf,
+			 derived);
 
 	digest_xxh3(hex, s, (size_t)n);
 }

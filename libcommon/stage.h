@@ -2,7 +2,7 @@
 /*
  * stage: what each rank holds of the weights, as byte extents in files: the checkpoint's own (by
  * reference) or copies made for node-local disks. Ranks that hold the same share: rank r reads
- * share r % shares; a replicated target has one share.
+ * share r % shares; ranks that each need everything have one.
  *
  *	STAGE/stage.json		head (stage_index.h): form, key, shares; by reference the
  *					checkpoint's files with size and mtime
@@ -35,33 +35,41 @@ enum stage_form { STAGE_REFERENCE, STAGE_COPY, STAGE_LZ4, STAGE_FORMS };
 const char *stage_form_name(enum stage_form f);		/* "reference", "copy", "lz4" */
 
 /*
- * How ranks divide the weights (DESIGN section 5). Shard groups of n = world / replicate
- * consecutive ranks; rank = ep_shard * ep + ep_index.
+ * How ranks divide the weights (DESIGN section 5). Experts always belong to ep_index, where rank =
+ * ep_shard * ep + ep_index. With `cut` (weights that are gathered) all else is divided over shard
+ * groups of n = world / replicate consecutive ranks, and experts over those of a group that have
+ * the same ep_index.
  */
 struct stage_mesh {
 	int world, ep, replicate;
-	bool sharded;			/* false: every rank holds everything */
+	bool cut;
 };
 
+/* The mesh of a plan. */
+struct stage_mesh stage_mesh(const struct plan *p);
+
 /*
- * Distinct shares: 1 if not sharded, else the larger of n and ep. Refuses a mesh in which neither
- * of n and ep divides the other.
+ * Distinct shares: ep, or with `cut` the larger of n and ep. Refuses a mesh in which neither of n
+ * and ep divides the other, or ep does not divide the world.
  */
 int stage_shares(const struct stage_mesh *m, int *shares, struct err *e);
 
+/* Ranks among which a weight is cut: 1, n or n / ep. */
+int stage_members(const struct stage_mesh *m, enum shard shard);
+
 /*
  * The rows that share `share` holds of a weight [count, rows, cols], counted through the stack of
- * count * rows: [*first, *first + *n), possibly none. WHOLE: all. ROWS, TABLE: cut over the n of
- * the shard group. EXPERT: the stack of the count / ep experts of its ep_index, cut over the n / ep
- * of the group that hold the same (a share may begin and end inside an expert). A cut of D over m
- * gives c = ceil(D / m) to each.
+ * count * rows: [*first, *first + *n), possibly none. WHOLE, TABLE: all. ROWS: all, or cut over the
+ * n of the shard group. EXPERT: the stack of the count / ep experts of its ep_index, or that cut
+ * over the n / ep of the group that hold the same (a share may begin and end inside an expert). A
+ * cut of D over m gives c = ceil(D / m) to each.
  */
 void stage_share(const struct stage_mesh *m, int share, enum shard shard, int64_t count,
 		 int64_t rows, int64_t *first, int64_t *n);
 
 /*
  * Key of the stage that a plan needs: XXH3-128 over everything that decides what a share holds.
- * World and mesh count for sharded targets only: a replicated stage serves every world. `layers` is
+ * The world counts only where weights are cut: other stages serve every world. `layers` is
  * target_num_hidden_layers (0 = all), `derived` what stage_derived gives.
  */
 void stage_key(char hex[DIGEST_HEX], const char *weights_identity, const struct stage_mesh *m,

@@ -120,28 +120,19 @@ struct walker {
 	struct maker *m;
 };
 
-/*
- * A table, and the head that only target_weights wants, may be read whole from where they lie; in a
- * copy they are cut.
- */
-static enum shard rule_of(const struct maker *m, const struct weight_spec *s)
-{
-	bool anywhere = s->shard == SHARD_TABLE || s->unit == UNIT_EXPORT;
-
-	return m->head.form == STAGE_REFERENCE && anywhere ? SHARD_WHOLE : s->shard;
-}
-
 static int visit(struct weight_walk *walk, const struct weight_spec *s, struct err *e)
 {
 	struct maker *m = ((struct walker *)walk)->m;
 	struct weight_storage storage;
 
-	if (m->mesh.sharded && s->shard == SHARD_EXPERT && s->count % m->mesh.ep)
+	if (s->shard == SHARD_EXPERT && s->count % m->mesh.ep)
 		return err_refuse(e, "%" PRId64 " experts cannot be divided by ep_size %d",
 				  s->count, m->mesh.ep);
 	if (mem_grow(&m->rule, &m->caprules, m->nrules + 1, sizeof *m->rule, e))
 		return -1;
-	m->rule[m->nrules++] = (struct rule){ rule_of(m, s), s->count, s->rows };
+	/* the head that only target_weights wants is written by whoever comes first */
+	m->rule[m->nrules++] = (struct rule){ s->unit == UNIT_EXPORT ? SHARD_WHOLE : s->shard,
+					      s->count, s->rows };
 	return weight_resolve(s, &m->catalogue, &storage, add_use, m, e);
 }
 
@@ -186,24 +177,38 @@ static int hold(struct maker *m, struct stage_index *x, uint32_t i, int64_t from
 	return 0;
 }
 
-/* `u` within rows [first, end) of its weight. */
-static int take_use(struct maker *m, struct stage_index *x, const struct use *u, int64_t first,
-		    int64_t end, struct err *e)
+/* Rows of a weight's stack. */
+struct stretch {
+	int64_t first, n;
+};
+
+static bool meets(const struct use *u, const struct stretch *s)
 {
-	int64_t low = u->at > first ? u->at : first,
+	return u->at < s->first + s->n && s->first < u->at + u->rows;
+}
+
+/*
+ * `u` within the rows held of its weight. What other members hold is listed without rows: they must
+ * be known to be gathered. Experts of other ep_index are not.
+ */
+static int take_use(struct maker *m, struct stage_index *x, const struct use *u,
+		    const struct stretch *held, const struct stretch *all, struct err *e)
+{
+	int64_t end = held->first + held->n, low = u->at > held->first ? u->at : held->first,
 		high = u->at + u->rows < end ? u->at + u->rows : end;
 
 	if (low < high && u->whole)
 		return hold(m, x, u->entry, 0, u->whole, e);
 	if (low < high)
 		return hold(m, x, u->entry, u->from + low - u->at, high - low, e);
-	return m->rule[u->rule].shard == SHARD_EXPERT ? 0 : hold(m, x, u->entry, 0, 0, e);
+	return meets(u, all) ? hold(m, x, u->entry, 0, 0, e) : 0;
 }
 
 /* The share with its places in the checkpoint. */
 static int take_share(struct maker *m, int share, struct stage_index *x, struct err *e)
 {
-	int64_t first = 0, n = 0;
+	const struct stage_mesh whole = { m->mesh.world, m->mesh.ep, m->mesh.replicate, false };
+	struct stretch held = { 0, 0 }, all = { 0, 0 };
 	size_t i;
 
 	*x = (struct stage_index){ .form = m->head.form, .share = share };
@@ -213,9 +218,12 @@ static int take_share(struct maker *m, int share, struct stage_index *x, struct 
 		const struct use *u = &m->use[i];
 		const struct rule *r = &m->rule[u->rule];
 
-		if (!i || u->rule != u[-1].rule)
-			stage_share(&m->mesh, share, r->shard, r->count, r->rows, &first, &n);
-		if (take_use(m, x, u, first, first + n, e))
+		if (!i || u->rule != u[-1].rule) {
+			stage_share(&m->mesh, share, r->shard, r->count, r->rows, &held.first,
+				    &held.n);
+			stage_share(&whole, share, r->shard, r->count, r->rows, &all.first, &all.n);
+		}
+		if (take_use(m, x, u, &held, &all, e))
 			return -1;
 	}
 	for (i = 0; i < x->n; i++) {
@@ -623,7 +631,7 @@ int stage_make(const char *dir, const struct plan *plan, struct target *t,
 			   .o = o,
 			   .made = made,
 			   .lock = -1,
-			   .mesh = { plan->world, plan->ep, plan->replicate, plan->sharded } };
+			   .mesh = stage_mesh(plan) };
 	bool *want = NULL;
 	int rc = -1;
 

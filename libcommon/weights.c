@@ -1,49 +1,30 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Binding and filling. After weights_open no name is looked up again: every bound weight knows its
- * sources as stage entries.
- *
- * A unit is filled in slices of rows that stay in a core's cache between reading and converting.
- * All threads share the slices of all its weights, so that a model of small weights too is read,
- * widened and packed by every core; what the next layer needs is asked of the disk meanwhile.
+ * Binding, and which unit is where. After weights_open no name is looked up again: every bound
+ * weight knows its sources as stage entries.
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
 #endif
-#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "comm.h"
 #include "err.h"
+#include "loader.h"
 #include "log.h"
 #include "mem.h"
 #include "weights.h"
 
-#define SLICE_BYTES (1u << 20)
-/*
- * Of a copy: a tensor read whole is held against its hash, and the first and last LZ4 block of a
- * slice may be unpacked twice.
- */
-#define SLICE_COPY (8u << 20)
-#define FILL_THREADS_MAX 64
-#define AHEAD_BYTES (256u << 20)
-
-struct bound {
-	struct weight *field;
-	enum unit_kind unit;
-	int layer;
-	const void *data;		/* known without reading, of field->stored */
-	struct weight_source *source;
-	size_t nsources, cap;
-	bool present;
-};
-
-struct binder {
-	struct weight_walk walk;
-	struct weights *w;
-};
+/* Rows of a table that are read at once. */
+#define TABLE_BYTES (1u << 20)
 
 /* ---- binding --------------------------------------------------------------------------------- */
+
+static bool is_table(const struct bound *b)
+{
+	return b->shard == SHARD_TABLE && !b->data;
+}
 
 static int add_source(void *ctx, const struct weight_source *src, struct err *e)
 {
@@ -55,296 +36,262 @@ static int add_source(void *ctx, const struct weight_source *src, struct err *e)
 	return 0;
 }
 
-static int bind(struct weight_walk *walk, const struct weight_spec *s, struct err *e)
+static struct unit *find_unit(const struct weights *w, enum unit_kind kind, int layer)
 {
-	struct weights *w = ((struct binder *)walk)->w;
-	struct weight_storage storage;
-	struct bound *b;
+	for (size_t i = 0; i < w->nunits; i++)
+		if (w->unit[i].kind == kind && w->unit[i].layer == layer)
+			return &w->unit[i];
+	return NULL;
+}
 
-	if (mem_grow(&w->bound, &w->cap, w->n + 1, sizeof *w->bound, e))
+/* Weights of one unit follow one another in no walk's promise: the unit may exist already. */
+static int join_unit(struct weights *w, struct bound *b, struct err *e)
+{
+	struct unit *u = find_unit(w, b->unit, b->layer);
+
+	if (!u) {
+		if (mem_grow(&w->unit, &w->cap_units, w->nunits + 1, sizeof *w->unit, e))
+			return -1;
+		u = &w->unit[w->nunits++];
+		*u = (struct unit){ .kind = b->unit, .layer = b->layer, .members = 1 };
+	}
+	if (mem_grow(&u->bound, &u->cap, u->n + 1, sizeof *u->bound, e))
 		return -1;
-	b = &w->bound[w->n++];
-	memset(b, 0, sizeof *b);
-	b->field = s->field;
-	b->unit = s->unit;
-	b->layer = s->layer;
-	b->data = s->data;
-	memset(s->field, 0, sizeof *s->field);
-	s->field->count = s->count;
-	s->field->rows = s->rows;
-	s->field->cols = s->cols;
-	s->field->use = s->use;
-	s->field->unit = s->kind;
-	if (weight_resolve(s, &w->stage->catalogue, &storage, add_source, b, e))
-		return -1;
-	s->field->stored = storage.stored;
-	s->field->quant = storage.quant;
-	if (storage.stored == DT_NONE)
-		s->field->count = 0;
+	u->bound[u->n++] = b;
+	if (b->members == 1)
+		return 0;
+	if (u->members > 1 && u->members != b->members)
+		return err_fail(e, "a unit mixes weights cut over %d and %d ranks", u->members,
+				b->members);
+	u->members = b->members;
+	u->group = b->shard == SHARD_EXPERT ? w->o.experts : w->o.rows;
 	return 0;
 }
 
+static int read_rows(void *ctx, const int32_t *ids, int64_t n, void *dst, struct err *e);
+
+static void describe(struct bound *b, const struct weight_spec *s, const struct weights *w)
+{
+	*s->field = (struct weight){
+		.count = b->count, .rows = s->rows, .cols = s->cols, .use = s->use, .unit = s->kind
+	};
+	if (is_table(b) && w->o.residency != WEIGHTS_RESIDENT) {
+		b->reader = (struct table_reader){ read_rows, b };
+		s->field->reader = &b->reader;
+	}
+}
+
+struct binder {
+	struct weight_walk walk;
+	struct weights *w;
+};
+
+static int bind(struct weight_walk *walk, const struct weight_spec *spec, struct err *e)
+{
+	struct weights *w = ((struct binder *)walk)->w;
+	struct weight_spec s = *spec;
+	struct weight_storage storage;
+	struct bound *b;
+
+	if (mem_grow(&w->bound, &w->cap, w->n + 1, sizeof *w->bound, e) ||
+	    !(b = w->bound[w->n] = mem_calloc(1, sizeof *b, e)))
+		return -1;
+	w->n++;
+	if (s.shard == SHARD_EXPERT && w->o.mesh.ep > 1) {
+		s.held = s.count / w->o.mesh.ep;
+		s.first = w->o.rank % w->o.mesh.ep * s.held;
+	}
+	*b = (struct bound){ .weights = w,
+			     .field = s.field,
+			     .unit = s.unit,
+			     .layer = s.layer,
+			     .shard = s.shard,
+			     .count = s.held ? s.held : s.count,
+			     .data = s.data,
+			     .members = s.data || s.unit == UNIT_EXPORT
+						? 1
+						: stage_members(&w->o.mesh, s.shard) };
+	describe(b, &s, w);
+	if (weight_resolve(&s, &w->stage->catalogue, &storage, add_source, b, e))
+		return -1;
+	s.field->stored = storage.stored;
+	s.field->quant = storage.quant;
+	if (storage.stored == DT_NONE)
+		b->count = s.field->count = 0;
+	return s.unit == UNIT_EXPORT || s.field->reader || !b->count ? 0 : join_unit(w, b, e);
+}
+
+/* ALWAYS, the final norm and what is not a table of EMBED are needed by every window, and small. */
+bool weights_unit_stays(enum unit_kind kind, enum residency r, bool keep, int members)
+{
+	bool large = kind == UNIT_LAYER || kind == UNIT_EXPERTS;
+
+	return !large || r == WEIGHTS_RESIDENT || (r == WEIGHTS_GATHER && (keep || members == 1));
+}
+
 int weights_open(struct weights *w, struct target *t, struct stage *s, struct device *d,
-		 struct err *e)
+		 const struct weights_options *o, struct err *e)
 {
 	struct binder b = { { bind }, w };
 
-	memset(w, 0, sizeof *w);
-	w->target = t;
-	w->stage = s;
-	w->dev = d;
-	if (t->model->weights(t, &b.walk, e)) {
+	*w = (struct weights){ .target = t, .stage = s, .dev = d, .o = *o };
+	if (t->model->weights(t, &b.walk, e) || loader_open(&w->loader, w, e)) {
 		weights_release(w);
 		return -1;
 	}
+	for (size_t i = 0; i < w->nunits; i++) {
+		struct unit *u = &w->unit[i];
+
+		u->stays = weights_unit_stays(u->kind, o->residency, o->keep, u->members);
+	}
 	return 0;
+}
+
+static void drop(struct weights *w, struct unit *u)
+{
+	for (size_t i = 0; i < u->n && u->present; i++) {
+		w->bytes -= weight_bytes(u->bound[i]->field, w->dev->compute);
+		w->dev->be->weight_free(w->dev, u->bound[i]->field);
+	}
+	u->present = false;
 }
 
 void weights_release(struct weights *w)
 {
-	for (size_t i = 0; i < w->n; i++) {
-		if (w->bound[i].present)
-			w->dev->be->weight_free(w->dev, w->bound[i].field);
-		free(w->bound[i].source);
+	loader_free(w->loader);
+	for (size_t i = 0; i < w->nunits; i++) {
+		drop(w, &w->unit[i]);
+		free(w->unit[i].bound);
 	}
+	for (size_t i = 0; i < w->n; i++) {
+		free(w->bound[i]->source);
+		free(w->bound[i]);
+	}
+	free(w->unit);
 	free(w->bound);
 	memset(w, 0, sizeof *w);
 }
 
-/* ---- filling --------------------------------------------------------------------------------- */
+/* ---- units ----------------------------------------------------------------------------------- */
 
-/* The slices of a unit's weights, handed out to threads one after another. */
-struct filler {
-	struct weights *w;
-	struct bound **todo;		/* [n] */
-	size_t n;
-	pthread_mutex_t lock;
-	size_t at, source;		/* the next slice: weight, source and its first row */
-	size_t step;			/* sources after `source`, of those that go in step */
-	int64_t row;
-	uint64_t read;
-	struct err err;
-};
-
-struct slice {
-	const struct bound *b;
-	const struct weight_source *src;
-	int64_t row0, rows;		/* within the source */
-};
-
-static int64_t slice_rows(const struct weights *w, const struct weight_source *src, int64_t cols)
+bool weights_stay(const struct weights *w, enum unit_kind kind, int layer)
 {
-	int64_t row = cols * (int64_t)dtype_size(src->entry->dtype);
-	int64_t n = (w->stage->form == STAGE_REFERENCE ? SLICE_BYTES : SLICE_COPY) / row;
+	const struct unit *u = find_unit(w, kind, layer);
 
-	return n < 1 ? 1 : n;
+	return !u || u->stays;
 }
 
-/*
- * Sources that are read in step from `source` on: rows of gate and of up share panels, and a panel
- * takes memory until it has all its rows.
- */
-static size_t in_step(const struct bound *b, size_t source)
+int weights_want(struct weights *w, enum unit_kind kind, int layer, const struct expert_block *b,
+		 struct err *e)
 {
-	const struct weight_source *gate = &b->source[source], *up = gate + 1;
+	struct unit *u = find_unit(w, kind, layer);
+	struct load *load;
 
-	if (b->field->use != USE_GATED || source + 1 == b->nsources)
-		return 1;
-	return gate->index == up->index && gate->rows == up->rows &&
-			       gate->entry->dtype == up->entry->dtype
-		       ? 2
-		       : 1;
+	return u && !(u->stays && u->present) ? loader_want(w->loader, u, b, &load, e) : 0;
 }
 
-static void take_slice(struct filler *f, struct slice *out)
+int weights_acquire(struct weights *w, enum unit_kind kind, int layer,
+		    const struct expert_block *b, struct err *e)
 {
-	const struct bound *b = f->todo[f->at];
-	const struct weight_source *src = &b->source[f->source + f->step];
-	int64_t n = slice_rows(f->w, src, b->field->cols), left = src->rows - f->row;
-	size_t together = in_step(b, f->source);
-
-	*out = (struct slice){ b, src, f->row, n < left ? n : left };
-	if (++f->step < together)
-		return;
-	f->step = 0;
-	f->row += out->rows;
-	if (f->row < src->rows)
-		return;
-	f->row = 0;
-	f->source += together;
-	if (f->source < b->nsources)
-		return;
-	f->source = 0;
-	f->at++;
-}
-
-static bool next_slice(struct filler *f, struct slice *out)
-{
-	bool more;
-
-	pthread_mutex_lock(&f->lock);
-	more = !f->err.code && f->at < f->n;
-	if (more)
-		take_slice(f, out);
-	pthread_mutex_unlock(&f->lock);
-	return more;
-}
-
-static int fill_slice(struct filler *f, const struct slice *s, void *buf, struct err *e)
-{
-	struct weights *w = f->w;
-	const struct entry *t = s->src->entry;
-	uint64_t row = (uint64_t)s->b->field->cols * dtype_size(t->dtype);
-	uint64_t off = (uint64_t)(s->src->from + s->row0 - t->row0) * row;
-
-	if (stage_read(w->stage, t, buf, off, (uint64_t)s->rows * row, e))
-		return -1;
-	return w->dev->be->weight_fill(w->dev, s->b->field, s->src->index, s->src->row0 + s->row0,
-				       s->rows, buf, t->dtype, NULL, e);
-}
-
-static void *fill_thread(void *arg)
-{
-	struct filler *f = arg;
-	struct err e = ERR_INIT;
-	struct slice s;
-	void *buf = NULL;
-	size_t cap = 0;
-	uint64_t read = 0;
-
-	while (!e.code && next_slice(f, &s)) {
-		size_t bytes =
-			(size_t)(s.rows * s.b->field->cols) * dtype_size(s.src->entry->dtype);
-
-		if (bytes > cap) {
-			free(buf);
-			buf = mem_aligned(bytes, &e);
-			cap = buf ? bytes : 0;
-		}
-		if (buf && !fill_slice(f, &s, buf, &e))
-			read += bytes;
-	}
-	free(buf);
-	pthread_mutex_lock(&f->lock);
-	f->read += read;
-	if (e.code && !f->err.code)
-		f->err = e;
-	pthread_mutex_unlock(&f->lock);
-	return NULL;
-}
-
-static uint64_t stored_bytes(const struct bound *b)
-{
-	uint64_t n = 0;
-
-	for (size_t i = 0; i < b->nsources; i++)
-		n += (uint64_t)(b->source[i].rows * b->field->cols) *
-		     dtype_size(b->source[i].entry->dtype);
-	return n;
-}
-
-/* This thread is the last of them; fewer than wanted are slower, not wrong. */
-static int fill(struct filler *f, struct err *e)
-{
-	pthread_t thread[FILL_THREADS_MAX];
-	int want = f->w->dev->threads, n = 0;
-	uint64_t bytes = 0;
-
-	for (size_t i = 0; i < f->n; i++)
-		bytes += stored_bytes(f->todo[i]);
-	if (want > FILL_THREADS_MAX)
-		want = FILL_THREADS_MAX;
-	for (; n < want - 1 && (uint64_t)n < bytes / SLICE_BYTES; n++)
-		if (pthread_create(&thread[n], NULL, fill_thread, f))
-			break;
-	fill_thread(f);
-	while (n > 0)
-		pthread_join(thread[--n], NULL);
-	f->w->read += f->read;
-	if (f->err.code && !e->code)
-		*e = f->err;
-	return f->err.code ? -1 : 0;
-}
-
-/* Room for a weight; true where it is to be filled from the stage. */
-static bool begin(struct weights *w, struct bound *b, struct err *e)
-{
-	const struct backend *be = w->dev->be;
-
-	if (be->weight_alloc(w->dev, b->field, e))
-		return false;
-	b->present = true;
-	if (b->data)
-		be->weight_fill(w->dev, b->field, 0, 0, b->field->rows, b->data, b->field->stored,
-				NULL, e);
-	return !b->data;
-}
-
-static bool belongs(const struct bound *b, enum unit_kind kind, int layer)
-{
-	return b->unit == kind && b->layer == layer && !b->present && b->field->count;
-}
-
-static int load(struct weights *w, enum unit_kind kind, int layer, struct err *e)
-{
-	struct filler f = { .w = w, .lock = PTHREAD_MUTEX_INITIALIZER };
-	struct bound **all = mem_calloc(w->n, 2 * sizeof *all, e);
-	size_t n = 0;
+	struct unit *u = find_unit(w, kind, layer);
+	double start = log_seconds();
+	struct load *load;
 	int rc = -1;
 
-	f.todo = all ? all + w->n : NULL;
-	for (size_t i = 0; all && i < w->n; i++)
-		if (belongs(&w->bound[i], kind, layer))
-			all[n++] = &w->bound[i];
-	for (size_t i = 0; i < n && !e->code; i++)
-		if (begin(w, all[i], e) && all[i]->nsources)
-			f.todo[f.n++] = all[i];
-	if (!all || e->code || fill(&f, e))
-		goto out;
-	for (size_t i = 0; i < n; i++) {
-		if (w->dev->be->weight_ready(w->dev, all[i]->field, e))
-			goto out;
-		w->bytes += weight_bytes(all[i]->field, w->dev->compute);
+	if (!u || u->present)
+		return 0;
+	if (!loader_want(w->loader, u, b, &load, e) && !loader_take(w->loader, load, e)) {
+		u->present = true;
+		for (size_t i = 0; i < u->n; i++)
+			w->bytes += weight_bytes(u->bound[i]->field, w->dev->compute);
+		w->most = w->bytes > w->most ? w->bytes : w->most;
+		rc = 0;
 	}
-	rc = 0;
-out:
-	free(all);
+	w->seconds += log_seconds() - start;
 	return rc;
 }
 
-/* What the next layer needs starts on its way from the disk, as far as that is worth its memory. */
-static void ask_ahead(struct weights *w, int layer)
+void weights_done(struct weights *w, enum unit_kind kind, int layer)
 {
-	uint64_t left = AHEAD_BYTES;
+	struct unit *u = find_unit(w, kind, layer);
 
-	for (size_t i = 0; i < w->n && left; i++) {
-		const struct bound *b = &w->bound[i];
-
-		for (size_t k = 0; b->layer == layer && !b->present && k < b->nsources; k++) {
-			const struct weight_source *src = &b->source[k];
-			uint64_t row = (uint64_t)b->field->cols * dtype_size(src->entry->dtype);
-			uint64_t n = (uint64_t)src->rows * row;
-
-			n = n < left ? n : left;
-			stage_ahead(w->stage, src->entry,
-				    (uint64_t)(src->from - src->entry->row0) * row, n);
-			left -= n;
-		}
-	}
+	if (u && !u->stays)
+		drop(w, u);
 }
 
-int weights_acquire(struct weights *w, enum unit_kind kind, int layer, struct err *e)
+int weights_poll(struct weights *w, struct err *e)
 {
-	double start = log_seconds();
-	int rc = 0;
+	return loader_poll(w->loader, e);
+}
 
-	for (size_t i = 0; i < w->n; i++)
-		if (belongs(&w->bound[i], kind, layer)) {
-			rc = load(w, kind, layer, e);
-			ask_ahead(w, layer + 1);
-			break;
-		}
-	w->seconds += log_seconds() - start;
+uint64_t weights_read(const struct weights *w)
+{
+	return w->loader ? loader_read(w->loader) : 0;
+}
+
+/* ---- tables ---------------------------------------------------------------------------------- */
+
+struct wanted {
+	int32_t id;
+	int64_t at; /* place in the caller's rows */
+};
+
+static int by_id(const void *a, const void *b)
+{
+	const struct wanted *x = a, *y = b;
+
+	return (x->id > y->id) - (x->id < y->id);
+}
+
+/* Where the ids that one reading serves end: neighbours, or in LZ4 blocks what lies in one. */
+static int64_t run_end(const struct bound *b, const struct wanted *x, int64_t i, int64_t n,
+		       uint64_t row)
+{
+	int64_t most = (int64_t)(TABLE_BYTES / row), gap = 1, end = i + 1;
+
+	if (b->weights->stage->form == STAGE_LZ4)
+		gap = most;
+	while (end < n && x[end].id - x[end - 1].id <= gap && x[end].id - x[i].id < most)
+		end++;
+	return end;
+}
+
+static int read_run(struct bound *b, const struct wanted *x, int64_t n, char *buf, char *dst,
+		    uint64_t row, struct err *e)
+{
+	const struct weight_source *src = b->source;
+	int64_t first = x[0].id, rows = x[n - 1].id - first + 1;
+
+	if (stage_read(b->weights->stage, src->entry, buf,
+		       (uint64_t)(src->from + first - src->entry->row0) * row,
+		       (uint64_t)rows * row, e))
+		return -1;
+	for (int64_t i = 0; i < n; i++)
+		memcpy(dst + (uint64_t)x[i].at * row, buf + (uint64_t)(x[i].id - first) * row, row);
+	return 0;
+}
+
+/* The reader of a table that is not resident: rows in ascending order, each once where it lies. */
+static int read_rows(void *ctx, const int32_t *ids, int64_t n, void *dst, struct err *e)
+{
+	struct bound *b = ctx;
+	uint64_t row = (uint64_t)b->field->cols * dtype_size(b->field->stored);
+	struct wanted *x = mem_calloc((size_t)n, sizeof *x, e);
+	char *buf = mem_aligned(TABLE_BYTES > row ? TABLE_BYTES : row, e);
+	int rc = x && buf ? 0 : -1;
+
+	if (!rc && b->nsources != 1)
+		rc = err_refuse(e, "a table that is read by row must be one tensor");
+	for (int64_t i = 0; !rc && i < n; i++)
+		x[i] = (struct wanted){ ids[i], i };
+	if (!rc)
+		qsort(x, (size_t)n, sizeof *x, by_id);
+	for (int64_t i = 0, end; !rc && i < n; i = end) {
+		end = run_end(b, x, i, n, row);
+		rc = read_run(b, x + i, end - i, buf, dst, row, e);
+	}
+	free(x);
+	free(buf);
 	return rc;
 }
 
@@ -353,8 +300,8 @@ int weights_acquire(struct weights *w, enum unit_kind kind, int layer, struct er
 static struct bound *find_table(struct weights *w, enum unit_kind kind)
 {
 	for (size_t i = 0; i < w->n; i++)
-		if (w->bound[i].unit == kind)
-			return &w->bound[i];
+		if (w->bound[i]->unit == kind)
+			return w->bound[i];
 	return NULL;
 }
 

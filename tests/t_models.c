@@ -244,10 +244,11 @@ static void drop_record(void *ctx, json_t *rec)
 	json_decref(rec);
 }
 
-static int open_all(struct world *w, const char *out, enum dtype compute, struct err *e)
+static int open_all(struct world *w, const char *out, enum dtype compute, enum residency r,
+		    struct err *e)
 {
 	struct layout_options lo = {
-		.device = "cpu", .weights = -1, .compute = compute, .window_tokens = 24
+		.device = "cpu", .weights = (int)r, .compute = compute, .window_tokens = 24
 	};
 	struct device_options po = { compute, 1, 0, 1 };
 	struct target_options to = { 0 };
@@ -279,9 +280,11 @@ out:
 
 static int run_all(struct world *w, const struct backend *be, int *published, struct err *e)
 {
+	struct weights_options wo = { .residency = w->plan.residency, .mesh = stage_mesh(&w->plan) };
+
 	w->dev.be = be;
 	w->done = mem_calloc((size_t)geometry_shards(&w->plan.g), sizeof *w->done, e);
-	if (!w->done || weights_open(&w->weights, &w->target, &w->stage, &w->dev, e) ||
+	if (!w->done || weights_open(&w->weights, &w->target, &w->stage, &w->dev, &wo, e) ||
 	    cache_open(&w->cache, w->plan.cache_dir, &w->plan.g, &w->plan.identity, w->plan.digest,
 		       0, true, NULL, e))
 		return -1;
@@ -321,14 +324,15 @@ static void release_all(struct world *w)
 	free(w->done);
 }
 
-static void one_case(const char *name, const char *out, enum dtype compute)
+static void one_case(const char *name, const char *out, enum dtype compute, enum residency r)
 {
 	struct world w = { .tokens = TOKENS_INIT, .cache = CACHE_INIT };
 	struct backend be = guard();
 	struct err e = ERR_INIT;
 	int published = 0;
 
-	if (!ok(!open_all(&w, out, compute, &e), "%s, %s: opens", name, dtype_recipe_name(compute)))
+	if (!ok(!open_all(&w, out, compute, r, &e), "%s, %s, %s: opens", name,
+		dtype_recipe_name(compute), residency_name(r)))
 		printf("# %s\n", e.text);
 	else if (!ok(!run_all(&w, &be, &published, &e), "%s, %s: runs behind the guard", name,
 		     dtype_recipe_name(compute)))
@@ -361,14 +365,15 @@ int main(void)
 	if (!top || !mkdtemp(out))
 		return 99;
 	for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
-		for (int bf16 = 0; bf16 < 2; bf16++) {
+		for (int n = 0; n < 4; n++) {
+			enum residency r = n / 2 ? WEIGHTS_STREAM : WEIGHTS_RESIDENT;
 			char dir[64];
 
 			snprintf(path, sizeof path, "%s/tests/data/golden/%s", top, cases[i]);
-			snprintf(dir, sizeof dir, "%s/%zu%d", out, i, bf16);
+			snprintf(dir, sizeof dir, "%s/%zu%d", out, i, n);
 			if (!ok(!chdir(path), "%s is there", cases[i]))
 				continue;
-			one_case(cases[i], dir, bf16 ? DT_BF16 : DT_F32);
+			one_case(cases[i], dir, n % 2 ? DT_BF16 : DT_F32, r);
 		}
 	if (chdir("/") == 0) {
 		snprintf(path, sizeof path, "rm -rf '%s'", out);

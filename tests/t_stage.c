@@ -170,7 +170,10 @@ static void test_shares(void)
 	share_is(three, 1, SHARD_ROWS, 1, 7, 3, 3);
 	share_is(three, 2, SHARD_ROWS, 1, 7, 6, 1);
 	share_is(three, 2, SHARD_ROWS, 1, 4, 4, 0);	/* c = 2: nothing is left */
-	share_is(three, 1, SHARD_TABLE, 1, 1, 1, 0);
+	share_is(three, 1, SHARD_TABLE, 1, 7, 0, 7);
+	/* experts belong to ep_index also where nothing is cut */
+	share_is((struct stage_mesh){ 6, 2, 1, false }, 3, SHARD_EXPERT, 4, 5, 10, 10);
+	share_is((struct stage_mesh){ 6, 2, 1, false }, 3, SHARD_ROWS, 1, 7, 0, 7);
 	share_is(three, 2, SHARD_ROWS, 1, 1, 1, 0);	/* c * r = 2 > 1 */
 	share_is(three, 2, SHARD_WHOLE, 1, 7, 0, 7);
 	share_is(replicated, 2, SHARD_ROWS, 1, 7, 0, 7);
@@ -225,12 +228,14 @@ static void test_cover(void)
 static void test_key(void)
 {
 	char a[DIGEST_HEX], b[DIGEST_HEX];
-	const struct stage_mesh one = { 1, 1, 1, false }, four = { 4, 2, 2, false },
-				cut = { 4, 2, 2, true }, other = { 4, 1, 2, true };
+	const struct stage_mesh one = { 1, 1, 1, false }, four = { 4, 1, 2, false },
+				ep = { 4, 2, 2, false }, cut = { 4, 2, 2, true }, other = { 4, 1, 2, true };
 
 	stage_key(a, "w", &one, 0, false, "");
 	stage_key(b, "w", &four, 0, false, "");
-	is_str(a, b, "a replicated target has one key for every world");
+	is_str(a, b, "where nothing is cut there is one key for every world");
+	stage_key(b, "w", &ep, 0, false, "");
+	ok(strcmp(a, b), "ep_size counts");
 	stage_key(b, "v", &one, 0, false, "");
 	ok(strcmp(a, b), "weights count");
 	stage_key(b, "w", &one, 3, false, "");
@@ -390,7 +395,7 @@ static void bed_open(struct bed *b, struct stage_mesh m)
 	b->p.world = m.world;
 	b->p.ep = m.ep;
 	b->p.replicate = m.replicate;
-	b->p.sharded = m.sharded;
+	b->p.cut = m.cut;
 	must(checkpoint_identity(&b->c, b->p.weights, &e), &e);
 	stage_key(b->p.stage_key, b->p.weights, &m, 0, false, "");
 }
@@ -560,28 +565,19 @@ static void test_sharded(void)
 		ok(!make(&b, form, NULL, &made, &e) && made.shares == 3 && made.done == 3,
 		   "%s on 3 ranks", stage_form_name(form));
 		holds(&b, 0,
-		      form ? "embed.weight:0+4 q.weight:0+3 k.weight:0+0 norm.weight:0+4 "
-			     "e.0.weight:0+3 e.1.weight:0+1 fused:0+4 "
-			     "ids:0+3 big.weight:0+234"
-			   : "embed.weight:0+10 q.weight:0+3 k.weight:0+0 norm.weight:0+4 "
-			     "e.0.weight:0+3 e.1.weight:0+1 fused:0+4 "
-			     "ids:0+3 big.weight:0+234",
+		      "embed.weight:0+10 q.weight:0+3 k.weight:0+0 norm.weight:0+4 "
+		      "e.0.weight:0+3 e.1.weight:0+1 e.2.weight:0+0 e.3.weight:0+0 fused:0+4 "
+		      "ids:0+3 big.weight:0+234",
 		      "rank 0");
 		holds(&b, 1,
-		      form ? "embed.weight:4+4 q.weight:3+2 k.weight:0+1 norm.weight:0+4 "
-			     "e.1.weight:1+2 e.2.weight:0+2 fused:4+4 "
-			     "ids:3+3 big.weight:234+234"
-			   : "embed.weight:0+10 q.weight:3+2 k.weight:0+1 norm.weight:0+4 "
-			     "e.1.weight:1+2 e.2.weight:0+2 fused:4+4 "
-			     "ids:3+3 big.weight:234+234",
+		      "embed.weight:0+10 q.weight:3+2 k.weight:0+1 norm.weight:0+4 "
+		      "e.0.weight:0+0 e.1.weight:1+2 e.2.weight:0+2 e.3.weight:0+0 fused:4+4 "
+		      "ids:3+3 big.weight:234+234",
 		      "rank 1");
 		holds(&b, 2,
-		      form ? "embed.weight:8+2 q.weight:0+0 k.weight:1+1 norm.weight:0+4 "
-			     "e.2.weight:2+1 e.3.weight:0+3 fused:8+4 "
-			     "ids:6+3 big.weight:468+232"
-			   : "embed.weight:0+10 q.weight:0+0 k.weight:1+1 norm.weight:0+4 "
-			     "e.2.weight:2+1 e.3.weight:0+3 fused:8+4 "
-			     "ids:6+3 big.weight:468+232",
+		      "embed.weight:0+10 q.weight:0+0 k.weight:1+1 norm.weight:0+4 "
+		      "e.0.weight:0+0 e.1.weight:0+0 e.2.weight:2+1 e.3.weight:0+3 fused:8+4 "
+		      "ids:6+3 big.weight:468+232",
 		      "rank 2");
 		remove_dir(b.stage);
 		bed_close(&b);
@@ -599,7 +595,7 @@ static void test_experts(void)
 	bed_open(&b, (struct stage_mesh){ 2, 2, 1, true });
 	ok(!make(&b, STAGE_COPY, second, &made, &e) && made.done == 1, "one rank of two");
 	holds(&b, 1,
-	      "embed.weight:5+5 q.weight:4+1 k.weight:0+2 norm.weight:0+4 e.2.weight:0+3 "
+	      "embed.weight:0+10 q.weight:4+1 k.weight:0+2 norm.weight:0+4 e.2.weight:0+3 "
 	      "e.3.weight:0+3 fused:6+6 ids:5+4 "
 	      "big.weight:350+350",
 	      "ep_size 2, rank 1");
@@ -614,7 +610,7 @@ static void test_experts(void)
 	ok(!make(&b, STAGE_COPY, NULL, &made, &e) && !made.reused && made.done == 2,
 	   "the other is added");
 	holds(&b, 0,
-	      "embed.weight:0+5 q.weight:0+4 k.weight:0+0 norm.weight:0+4 e.0.weight:0+3 "
+	      "embed.weight:0+10 q.weight:0+4 k.weight:0+0 norm.weight:0+4 e.0.weight:0+3 "
 	      "e.1.weight:0+3 fused:0+6 ids:0+5 "
 	      "big.weight:0+350",
 	      "ep_size 2, rank 0");
@@ -810,7 +806,7 @@ static void test_refusals(void)
 	make_refused(&b, STAGE_LZ4, "in the form 'copy', not 'lz4'",
 		     "a copy of another form stays");
 	b.p.world = 2;
-	b.p.sharded = true;
+	b.p.cut = true;
 	stage_key(b.p.stage_key, b.p.weights, &(struct stage_mesh){ 2, 1, 1, true }, 0, false, "");
 	make_refused(&b, STAGE_COPY, "remove it or give another -s", "a copy of another key stays");
 	make_refused(&b, STAGE_REFERENCE, "remove it or give another -s", "by reference, too");
@@ -819,7 +815,7 @@ static void test_refusals(void)
 		     "so does what nobody can read");
 	remove_dir(b.stage);
 	must(make(&b, STAGE_REFERENCE, NULL, NULL, &e), &e);
-	b.p.sharded = false;
+	b.p.cut = false;
 	stage_key(b.p.stage_key, b.p.weights, &(struct stage_mesh){ 2, 1, 1, false }, 0, false, "");
 	ok(!make(&b, STAGE_REFERENCE, NULL, &made, &e) && !made.reused,
 	   "a stage by reference is replaced");
