@@ -131,10 +131,15 @@ static void one_combine(int64_t T, int64_t k, int64_t n, int64_t rows, int v)
 	float *old = bed_numbers(T * n), *y = bed_numbers(rows * n), *w = bed_numbers(T * k), *got;
 	int32_t *index = room((size_t)(T * k) * sizeof *index);
 	struct tensor sum = bed_tensor(&dut, DT_F32, T, n, v & 4 ? 3 : 0, old),
-		      ty = bed_tensor(&dut, DT_F32, rows, n, v & 4 ? 0 : 2, y), tw, ti;
+		      ty, tw, ti;
 
+	for (int64_t i = 0; i < rows * n; i++)
+		y[i] = bed_random();	/* all digits of F32 */
+	for (int64_t i = 0; i < T * k; i++)
+		w[i] = bed_random();
 	for (int64_t i = 0; i < T * k; i++)
 		index[i] = rows && i / k != 1 && draw(3) ? draw(rows) : -1 - draw(9);
+	ty = bed_tensor(&dut, DT_F32, rows, n, v & 4 ? 0 : 2, y);
 	tw = bed_tensor(&dut, DT_F32, T, k, v & 4, w);
 	ti = bed_ints(&dut, T, k, index);
 	dut.be->combine(&dut, sum, ty, ti, weighted ? tw : (struct tensor){ 0 }, add);
