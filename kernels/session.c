@@ -122,8 +122,8 @@ static int check_world(struct session *s, struct err *e)
 	if (plan_lockstep(&s->plan) && !c->t->collective)
 		return err_refuse(e,
 				  "the ranks of this plan exchange weights or tokens (weights "
-				  "%s, ep_size %d) and must be connected: start it as `mpirun -n %d "
-				  "dspark-forward`, or plan with --weights stream and "
+				  "%s, ep_size %d) and must be connected: start it as `mpirun -n "
+				  "%d dspark-forward`, or plan with --weights stream and "
 				  "distributed.ep_size 1",
 				  residency_name(s->plan.residency), s->plan.ep, s->plan.world);
 	log_rank(c->rank, c->world);

@@ -56,7 +56,7 @@ void budget_release(struct budget *b);
 void budget_weights(const struct budget *b, const struct budget_choice *c, int share,
 		    struct budget_weights *out);
 
-/* Whether some layer's experts come and go under a choice, so that the layer is split (forward.h). */
+/* Whether some layer's experts come and go under a choice: the layer is split (forward.c). */
 bool budget_splits(const struct budget *b, const struct budget_choice *c);
 
 /* What a chunk takes at most in any unit, captures included. */

@@ -77,7 +77,7 @@ static void add_up(const struct plan *p, const struct budget *b, struct candidat
 		   (x->spill ? 0 : x->carry + x->capture);
 }
 
-/* The largest blocks of experts with which the candidate fits; those of one expert where none do. */
+/* The largest blocks of experts with which the candidate fits; of one expert where none do. */
 static bool fit_blocks(const struct plan *p, const struct budget *b, uint64_t memory,
 		       struct candidate *x)
 {
@@ -149,8 +149,8 @@ static int too_large(const struct plan *p, const struct candidate *x,
 				   : "");
 	else
 		err_refuse(e,
-			   "%s weights need %s a rank (weights %llu, activations %llu, buffers %llu "
-			   "bytes), but --memory allows %s: allow more, lower --window-tokens%s",
+			   "%s weights need %s a rank (weights %llu, activations %llu, buffers "
+			   "%llu bytes), but --memory allows %s: allow more, lower --window-tokens%s",
 			   residency_name(x->c.residency), need.s,
 			   (unsigned long long)(x->weights.held + x->weights.working),
 			   (unsigned long long)(x->scratch + x->carry + x->exchange),
@@ -637,7 +637,8 @@ static int plan_mesh(struct plan *p, const struct recipe *r, const struct target
 				  p->cp);
 	if (!target->experts)
 		p->ep = 1; /* nothing is divided */
-	return stage_shares(&(struct stage_mesh){ p->world, p->ep, p->replicate, true }, &shares, e);
+	return stage_shares(&(struct stage_mesh){ p->world, p->ep, p->replicate, true }, &shares,
+			    e);
 }
 
 static int plan_device(struct plan *p, const struct recipe *r, const struct layout_options *o,

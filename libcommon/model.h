@@ -77,8 +77,8 @@ struct weight_spec {
 	 */
 	bool derived;
 	/*
-	 * set by who resolves, not by models: the experts to look for, [first, first + held); held 0
-	 * = all
+	 * set by who resolves, not by models: the experts to look for, [first, first + held); held
+	 * 0 = all
 	 */
 	int64_t first, held;
 };

@@ -91,8 +91,8 @@ int weights_open(struct weights *w, struct target *t, struct stage *s, struct de
 void weights_release(struct weights *w);
 
 /*
- * The rule by which a unit of weights cut over `members` ranks stays once it has been acquired, also
- * for budgets; and whether that of this run does, which a unit without weights does.
+ * The rule by which a unit of weights cut over `members` ranks stays once it has been acquired,
+ * also for budgets; and whether that of this run does, which a unit without weights does.
  */
 bool weights_unit_stays(enum unit_kind kind, enum residency r, bool keep, int members);
 bool weights_stay(const struct weights *w, enum unit_kind kind, int layer);

@@ -280,7 +280,8 @@ out:
 
 static int run_all(struct world *w, const struct backend *be, int *published, struct err *e)
 {
-	struct weights_options wo = { .residency = w->plan.residency, .mesh = stage_mesh(&w->plan) };
+	struct weights_options wo = { .residency = w->plan.residency,
+				      .mesh = stage_mesh(&w->plan) };
 
 	w->dev.be = be;
 	w->done = mem_calloc((size_t)geometry_shards(&w->plan.g), sizeof *w->done, e);

@@ -229,7 +229,8 @@ static void test_key(void)
 {
 	char a[DIGEST_HEX], b[DIGEST_HEX];
 	const struct stage_mesh one = { 1, 1, 1, false }, four = { 4, 1, 2, false },
-				ep = { 4, 2, 2, false }, cut = { 4, 2, 2, true }, other = { 4, 1, 2, true };
+				ep = { 4, 2, 2, false }, cut = { 4, 2, 2, true },
+				other = { 4, 1, 2, true };
 
 	stage_key(a, "w", &one, 0, false, "");
 	stage_key(b, "w", &four, 0, false, "");
