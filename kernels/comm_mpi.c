@@ -23,12 +23,15 @@
 #include "watchdog.h"
 
 /*
- * Longest sleeps between two tests: where peers are awaited, and where our own data moves and only
- * tests move it. Before it sleeps, and where it must not, a rank tests TRIES times.
+ * A rank tests TRIES times before it sleeps, AWAKE times between sleeps that grow from the shortest
+ * to the longest (ns). Often only tests move the data, a piece at a time: one that takes as long as
+ * MOVED (seconds) found some, and there will be more; the first after a sleep takes long anyway.
  */
-#define SLEEP_PEERS 5000000L
-#define SLEEP_DATA 100000L
 #define TRIES 64
+#define AWAKE 4
+#define SLEEP_SHORTEST 2000L
+#define SLEEP_LONGEST 5000000L
+#define MOVED 4e-6
 
 /* An all-gather under way lets other exchanges pass. */
 #define TAG 7
@@ -161,69 +164,108 @@ static int too_long(const struct comm *c, struct flight *f, double waited, struc
 			n == 1 ? "that rank" : n ? "those ranks" : "the other ranks");
 }
 
-/* Whether to go on waiting; a step is short unless the process was stopped. */
-static int patience(const struct comm *c, struct flight *f, double *last, double *waited,
-		    struct err *e)
+static int patience(const struct comm *c, struct flight *f, double waited, struct err *e)
 {
-	double now = log_seconds(), step = now - *last;
-
-	*last = now;
-	*waited += step < 1 ? step : 1;
 	if (c->stop && *c->stop)
 		return err_fail(e, "stopped by a signal while waiting for other ranks; published "
 				   "shards are safe, the same command goes on");
-	if (c->timeout > 0 && *waited > c->timeout)
-		return too_long(c, f, *waited, e);
+	if (c->timeout > 0 && waited > c->timeout)
+		return too_long(c, f, waited, e);
 	return 0;
 }
 
-/* Without `wait` as many tests as a waiting rank makes before it sleeps. */
-static int flight_test(struct comm *c, struct flight *f, long longest, bool wait, bool *done,
-		       struct err *e)
+/* How a rank waits: how often it tests before the next sleep, and for how long it sleeps then. */
+struct rhythm {
+	struct timespec pause;
+	int idle;		/* tests that found nothing */
+	bool slept;		/* just now */
+	double last, waited;	/* seconds */
+};
+
+/* Of this thread: tests may yield to other processes, or lose the processor, for any time. */
+static double busy_seconds(void)
 {
-	struct timespec pause = { 0, 2000 };
-	double last = log_seconds(), waited = 0;
-	int one, tries = 0;
+	struct timespec t;
+
+	clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+	return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* `took`: the last test, in busy seconds. */
+static void rhythm_tested(struct rhythm *y, double took, bool done)
+{
+	double now = log_seconds(), step = now - y->last;
+
+	y->last = now;
+	y->waited += step < 1 ? step : 1; /* more: the process was stopped */
+	y->idle++;
+	if (done || took > (y->slept ? 3 * MOVED : MOVED)) {
+		y->idle = 0;
+		y->pause.tv_nsec -= y->pause.tv_nsec / (y->slept ? 8 : 2);
+	}
+	y->slept = false;
+}
+
+static void rhythm_sleep(struct rhythm *y)
+{
+	nanosleep(&y->pause, NULL);
+	y->pause.tv_nsec += y->pause.tv_nsec / 8 + 500;
+	if (y->pause.tv_nsec > SLEEP_LONGEST)
+		y->pause.tv_nsec = SLEEP_LONGEST;
+	y->slept = true;
+	y->idle = TRIES - AWAKE;
+}
+
+static int flight_wait(struct comm *c, struct flight *f, struct err *e)
+{
+	struct rhythm y = { .pause = { 0, SLEEP_SHORTEST }, .last = log_seconds() };
 
 	while (f->landed < f->n) {
+		double began = busy_seconds();
+		int done;
+
+		if (CALL(c, MPI_Test(&f->r[f->landed].r, &done, MPI_STATUS_IGNORE), f->what, e))
+			return -1;
+		f->landed += done != 0;
+		rhythm_tested(&y, busy_seconds() - began, done);
+		if (y.idle < TRIES)
+			continue;
+		if (patience(c, f, y.waited, e))
+			return -1;
+		rhythm_sleep(&y);
+	}
+	return 0;
+}
+
+/* As many tests as a waiting rank makes before it sleeps. */
+static int flight_poll(struct comm *c, struct flight *f, struct err *e)
+{
+	int one;
+
+	for (int tries = 0; f->landed < f->n && tries < TRIES; tries++) {
 		if (CALL(c, MPI_Test(&f->r[f->landed].r, &one, MPI_STATUS_IGNORE), f->what, e))
 			return -1;
 		f->landed += one != 0;
-		if (one || ++tries < TRIES)
-			continue;
-		if (!wait)
-			break;
-		if (patience(c, f, &last, &waited, e))
-			return -1;
-		nanosleep(&pause, NULL);
-		pause.tv_nsec += pause.tv_nsec / 4;
-		if (pause.tv_nsec > longest)
-			pause.tv_nsec = longest;
 	}
-	*done = f->landed == f->n;
 	return 0;
 }
 
 /* Waits for what was put on the way, `rc` telling whether all was. */
-static int flight_land(struct comm *c, struct flight *f, int rc, long longest, struct err *e)
+static int flight_land(struct comm *c, struct flight *f, int rc, struct err *e)
 {
-	bool done;
-
 	if (!rc)
-		rc = flight_test(c, f, longest, true, &done, e);
+		rc = flight_wait(c, f, e);
 	flight_release(f);
 	return rc;
 }
 
 /* One collective operation; `rc` and `r` as its start left them. */
-static int land_one(struct comm *c, MPI_Request r, int rc, const char *what, long longest,
-		    struct err *e)
+static int land_one(struct comm *c, MPI_Request r, int rc, const char *what, struct err *e)
 {
 	struct request one = { r, EVERYBODY };
 	struct flight f = { .what = what, .r = &one, .n = 1, .start = log_seconds() };
-	bool done;
 
-	return rc ? -1 : flight_test(c, &f, longest, true, &done, e);
+	return rc ? -1 : flight_wait(c, &f, e);
 }
 
 /* ---- collectives ----------------------------------------------------------------------------- */
@@ -255,7 +297,7 @@ static int mpi_barrier(struct comm *c, struct err *e)
 	MPI_Request r = MPI_REQUEST_NULL;
 	int rc = CALL(c, MPI_Ibarrier(comm_of(c), &r), "a barrier", e);
 
-	return land_one(c, r, rc, "a barrier", SLEEP_PEERS, e);
+	return land_one(c, r, rc, "a barrier", e);
 }
 
 static int mpi_allreduce(struct comm *c, int64_t *v, int n, enum comm_op op, struct err *e)
@@ -265,7 +307,7 @@ static int mpi_allreduce(struct comm *c, int64_t *v, int n, enum comm_op op, str
 	int rc = CALL(c, MPI_Iallreduce(MPI_IN_PLACE, v, n, MPI_INT64_T, ops[op], comm_of(c), &r),
 		      "a reduction", e);
 
-	return land_one(c, r, rc, "a reduction", SLEEP_PEERS, e);
+	return land_one(c, r, rc, "a reduction", e);
 }
 
 static int cut_at(uint64_t left)
@@ -276,7 +318,6 @@ static int cut_at(uint64_t left)
 static int mpi_bcast(struct comm *c, void *buf, uint64_t bytes, int root, struct err *e)
 {
 	char *p = buf;
-	long longest = SLEEP_PEERS;
 	int n, rc = 0;
 
 	for (; bytes && !rc; p += n, bytes -= (uint64_t)n) {
@@ -284,8 +325,7 @@ static int mpi_bcast(struct comm *c, void *buf, uint64_t bytes, int root, struct
 
 		n = cut_at(bytes);
 		rc = CALL(c, MPI_Ibcast(p, n, MPI_BYTE, root, comm_of(c), &r), "a broadcast", e);
-		rc = land_one(c, r, rc, "a broadcast", longest, e);
-		longest = SLEEP_DATA;
+		rc = land_one(c, r, rc, "a broadcast", e);
 	}
 	return rc;
 }
@@ -342,7 +382,7 @@ static int send_to_root(struct comm *c, const void *buf, uint64_t bytes, int roo
 			 ? -1
 			 : 0;
 
-	return flight_land(c, &f, rc, SLEEP_PEERS, e);
+	return flight_land(c, &f, rc, e);
 }
 
 static int receive_lengths(struct comm *c, uint64_t *len, struct err *e)
@@ -353,7 +393,7 @@ static int receive_lengths(struct comm *c, uint64_t *len, struct err *e)
 	for (int i = 0; i < c->world && !rc; i++)
 		if (i != c->rank)
 			rc = flight_receive(&f, c, (char *)&len[i], sizeof len[i], i, TAG, e);
-	return flight_land(c, &f, rc, SLEEP_PEERS, e);
+	return flight_land(c, &f, rc, e);
 }
 
 /* Buffers stay where it fails: a receive in flight may still write to them. */
@@ -378,7 +418,7 @@ static int mpi_gather(struct comm *c, const void *buf, uint64_t bytes, int root,
 			rc = flight_receive(&f, c, out[i], len[i], i, TAG, e);
 	if (!rc && bytes)
 		memcpy(out[root], buf, bytes);
-	return flight_land(c, &f, rc, SLEEP_DATA, e);
+	return flight_land(c, &f, rc, e);
 }
 
 static uint64_t sum_of(const uint64_t *len, int n)
@@ -441,12 +481,14 @@ static int mpi_allgather_start(struct comm *c, struct comm_request *r, void *out
 static int mpi_allgather_end(struct comm *c, struct comm_request *r, bool wait, bool *done,
 			     struct err *e)
 {
+	struct flight *f = r->state;
 	int rc;
 
 	*done = true;
-	if (!r->state)
+	if (!f)
 		return 0;
-	rc = flight_test(c, r->state, SLEEP_DATA, wait, done, e);
+	rc = wait ? flight_wait(c, f, e) : flight_poll(c, f, e);
+	*done = f->landed == f->n;
 	if (rc || *done)
 		allgather_release(r);
 	return rc;
@@ -487,7 +529,7 @@ static int mpi_alltoallv(struct comm *c, void *out, const int64_t *out_rows, con
 		memcpy((char *)out + offset_of(out_rows, c->rank, row),
 		       (const char *)in + offset_of(in_rows, c->rank, row),
 		       (uint64_t)in_rows[c->rank] * row);
-	return flight_land(c, &f, rc, SLEEP_DATA, e);
+	return flight_land(c, &f, rc, e);
 }
 
 /* ---- opening --------------------------------------------------------------------------------- */

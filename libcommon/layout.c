@@ -124,42 +124,61 @@ static struct candidate candidate(const struct plan *p, enum residency r)
 	};
 }
 
-static int too_large(const struct plan *p, const struct candidate *x,
-		     const struct layout_options *o, struct err *e)
+/* The sentence about what does not fit: what is always held, a unit that comes and goes, or all. */
+static void explain_size(const struct candidate *x, uint64_t memory, struct err *e)
 {
-	struct text need = TEXT_INIT, have = TEXT_INIT, unit = TEXT_INIT;
-	const char *of = x->weights.kind == UNIT_EXPERTS ? "a block of the experts"
-							  : "attention and dense part";
+	const struct budget_weights *w = &x->weights;
+	struct text need = TEXT_INIT, have = TEXT_INIT, part = TEXT_INIT;
+	bool held = w->held > memory;
 
 	text_bytes(&need, (double)x->total);
-	text_bytes(&have, (double)o->memory);
-	text_bytes(&unit, (double)x->weights.largest);
-	if (o->force)
-		log_warn("%s weights need %s a rank, --memory allows %s",
-			 residency_name(x->c.residency), need.s, have.s);
-	else if (x->weights.layer >= 0 && x->weights.held + x->weights.working > o->memory)
+	text_bytes(&have, (double)memory);
+	text_bytes(&part, (double)(held ? w->held : w->largest));
+	if (held && x->c.residency != WEIGHTS_RESIDENT)
 		err_refuse(e,
-			   "%s weights need %s a rank, but --memory allows %s: %s of layer %d, %s, "
-			   "does not fit twice beside what is always held (%llu bytes): allow "
+			   "%s weights need %s a rank, but --memory allows %s: a rank holds %s of "
+			   "them all the time; use more ranks, or give --weights gather,stream",
+			   residency_name(x->c.residency), need.s, have.s, part.s);
+	else if (w->layer >= 0 && w->held + w->working > memory)
+		err_refuse(e,
+			   "%s weights need %s a rank, but --memory allows %s: %s of layer %d, "
+			   "%s, does not fit twice beside what is always held (%llu bytes): allow "
 			   "more%s",
-			   residency_name(x->c.residency), need.s, have.s, of, x->weights.layer,
-			   unit.s, (unsigned long long)x->weights.held,
-			   x->weights.kind == UNIT_EXPERTS && p->exchange_rows
+			   residency_name(x->c.residency), need.s, have.s,
+			   w->kind == UNIT_EXPERTS ? "a block of the experts"
+						   : "attention and dense part",
+			   w->layer, part.s, (unsigned long long)w->held,
+			   w->kind == UNIT_EXPERTS && x->c.mesh.ep > 1
 				   ? ", or raise distributed.ep_size"
 				   : "");
 	else
 		err_refuse(e,
 			   "%s weights need %s a rank (weights %llu, activations %llu, buffers "
-			   "%llu bytes), but --memory allows %s: allow more, lower --window-tokens%s",
+			   "%llu bytes%s), but --memory allows %s: allow more, or lower "
+			   "--window-tokens%s",
 			   residency_name(x->c.residency), need.s,
-			   (unsigned long long)(x->weights.held + x->weights.working),
-			   (unsigned long long)(x->scratch + x->carry + x->exchange),
-			   (unsigned long long)x->capture, have.s,
-			   streams(x->c.residency) ? "" : ", or give --weights auto");
+			   (unsigned long long)(w->held + w->working),
+			   (unsigned long long)(x->scratch + x->exchange +
+						(x->spill ? 0 : x->carry)),
+			   (unsigned long long)(x->spill ? 0 : x->capture),
+			   x->spill ? ", windows spilled" : "", have.s,
+			   streams(x->c.residency) ? "" : ", or give --weights stream");
 	text_release(&need);
 	text_release(&have);
-	text_release(&unit);
-	return o->force ? 0 : -1;
+	text_release(&part);
+}
+
+static int too_large(const struct candidate *x, const struct layout_options *o, struct err *e)
+{
+	struct err why = ERR_INIT;
+
+	if (!o->force) {
+		explain_size(x, o->memory, e);
+		return -1;
+	}
+	explain_size(x, o->memory, &why);
+	log_warn("%s", why.text);
+	return 0;
 }
 
 /*
@@ -296,7 +315,7 @@ static int plan_memory(struct plan *p, const struct recipe *r, struct target *ta
 		x = candidate(p, list[i]);
 		fits = fit(p, &b, o, &x);
 	}
-	if (!fits && too_large(p, &x, o, e))
+	if (!fits && too_large(&x, o, e))
 		goto out;
 	consider_keeping(&x, p, &b, r, o);
 	adopt(p, &x);

@@ -646,6 +646,19 @@ static int doomed(int argc, char **argv)
 	return 0;
 }
 
+/* One rank is stopped while the others wait: they give up, and end it with them. */
+static int frozen(int argc, char **argv)
+{
+	if (comm_open(&world, "mpi", -1, &argc, &argv, &failure))
+		return 1;
+	if (world.rank == world.world - 1)
+		raise(SIGSTOP);
+	world.timeout = 0.3;
+	if (world.t->barrier(&world, &failure) && strstr(failure.text, "for a barrier"))
+		world.t->abort(&world, 3);
+	return 1;
+}
+
 /* ---- under a launcher ------------------------------------------------------------------------ */
 
 static int launch(const char *mpiexec, int n, const char *self, const char *what, bool show)
@@ -673,6 +686,8 @@ int main(int argc, char **argv)
 		return ranks(argc, argv);
 	if (argc > 1 && !strcmp(argv[1], "doomed"))
 		return doomed(argc, argv);
+	if (argc > 1 && !strcmp(argv[1], "frozen"))
+		return frozen(argc, argv);
 	if (argc > 2 && !strcmp(argv[1], "dog"))
 		return watched(argv[2]);
 	test_environments();
@@ -685,6 +700,8 @@ int main(int argc, char **argv)
 			       "collectives of %d ranks", n);
 		is_int(launch(mpiexec, 3, argv[0], "doomed", false), 3,
 		       "a rank that fails ends all");
+		is_int(launch(mpiexec, 3, argv[0], "frozen", false), 3,
+		       "ranks that wait for a stopped one end all");
 		return tap_end();
 	}
 #endif

@@ -181,6 +181,39 @@ static void say_size(const char *what, uint64_t bytes)
 	text_release(&t);
 }
 
+/* What a rank needs under each residency, the chosen one marked. */
+static void explain_memory(const struct plan *p)
+{
+	log_debug("  %-14s %11s %10s %10s %11s %10s %10s", "weights", "ranks", "held", "working",
+		  "activations", "buffers", "total");
+	for (size_t i = 0; i < p->nmemory; i++) {
+		const struct plan_memory *m = &p->memory[i];
+		const uint64_t bytes[] = { m->held, m->working, m->activations, m->buffers,
+					   m->total };
+		struct text t[5] = { TEXT_INIT, TEXT_INIT, TEXT_INIT, TEXT_INIT, TEXT_INIT };
+		char ranks[32];
+
+		snprintf(ranks, sizeof ranks, m->first == m->last ? "%d" : "%d-%d", m->first,
+			 m->last);
+		for (int k = 0; k < 5; k++)
+			text_bytes(&t[k], (double)bytes[k]);
+		log_debug("%c %-14s %11s %10s %10s %11s %10s %10s",
+			  m->residency == p->residency ? '*' : ' ', residency_name(m->residency),
+			  ranks, t[0].s, t[1].s, t[2].s, t[3].s, t[4].s);
+		for (int k = 0; k < 5; k++)
+			text_release(&t[k]);
+	}
+}
+
+/* Tensors that nothing of the target reads. */
+static void explain_skipped(const struct plan *p)
+{
+	if (p->checkpoint_bytes > p->used_bytes)
+		log_info("%llu of the checkpoint's %llu bytes are not used",
+			 (unsigned long long)(p->checkpoint_bytes - p->used_bytes),
+			 (unsigned long long)p->checkpoint_bytes);
+}
+
 static void explain(const struct plan *p)
 {
 	uint64_t token = 0;
@@ -202,6 +235,8 @@ static void explain(const struct plan *p)
 	if (p->range)
 		say_size("on disk at most", p->allocated_bytes);
 	say_size("memory of a rank", plan_rank_bytes(p));
+	explain_memory(p);
+	explain_skipped(p);
 	log_info("computed in %s on device '%s'", dtype_recipe_name(p->compute), p->device);
 	for (int i = 0; p->range && i < p->world; i++)
 		log_debug("rank %d: %lld shards, %lld rows, %lld tokens, %lld windows", i,
