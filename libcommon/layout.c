@@ -83,7 +83,12 @@ static bool fit_blocks(const struct plan *p, const struct budget *b, uint64_t me
 {
 	x->c.block = budget_block(b, &x->c);
 	for (;;) {
-		int64_t now = x->c.block ? x->c.block : b->most.experts;
+		int64_t now = x->c.block ? x->c.block : b->most.experts, blocks;
+
+		if (x->c.block) {	/* of one size, as nearly as can be */
+			blocks = (b->most.experts + now - 1) / now;
+			x->c.block = (b->most.experts + blocks - 1) / blocks;
+		}
 
 		add_up(p, b, x);
 		if (!memory || x->total <= memory)

@@ -51,6 +51,7 @@ struct load {
 	size_t at; /* next piece of READING or FILLING */
 	int busy;  /* threads that have a piece */
 	char *wire;
+	uint64_t wire_bytes;
 	uint64_t *len, total, own; /* bytes of each part, of all, and before this rank's */
 	struct comm_request request;
 	bool started;
@@ -70,6 +71,8 @@ struct loader {
 	bool ending;
 	struct load *loads; /* in the order they were asked for */
 	struct held *held;  /* [entries of the stage]; NULL = nothing stays there */
+	char *wire;         /* of the load before: pages that need not be cleared again */
+	uint64_t wire_bytes;
 	uint64_t read;
 	struct err err; /* the first failure; nothing goes on after it */
 };
@@ -174,7 +177,29 @@ static uint64_t piece_bytes(const struct load *x, const struct part *p)
 	return (uint64_t)p->rows * row_bytes(x->u->bound[p->which], p->source);
 }
 
-static int lay_wire(struct load *x, struct err *e)
+/* Only the loader's thread has the buffer that waits. */
+static int take_wire(struct loader *l, struct load *x, struct err *e)
+{
+	if (l->wire_bytes >= x->total && l->wire) {
+		x->wire = l->wire;
+		x->wire_bytes = l->wire_bytes;
+	} else {
+		free(l->wire);
+		x->wire = mem_aligned(x->total, e);
+		x->wire_bytes = x->total;
+	}
+	l->wire = NULL;
+	return x->wire ? 0 : -1;
+}
+
+static void give_wire(struct loader *l, struct load *x)
+{
+	l->wire = x->wire;
+	l->wire_bytes = x->wire_bytes;
+	x->wire = NULL;
+}
+
+static int lay_wire(struct loader *l, struct load *x, struct err *e)
 {
 	int n = x->u->members;
 
@@ -194,8 +219,7 @@ static int lay_wire(struct load *x, struct err *e)
 		}
 		x->len[m] = x->total - begin;
 	}
-	x->wire = mem_aligned(x->total ? x->total : 1, e);
-	return x->wire ? 0 : -1;
+	return take_wire(l, x, e);
 }
 
 /* ---- bytes of a piece ------------------------------------------------------------------------ */
@@ -422,7 +446,7 @@ static int gather(struct loader *l, struct load *x, struct err *e)
 {
 	int rc;
 
-	if (lay_wire(x, e) || all_pieces(l, x, READING) || set_state(l, x, GATHERING))
+	if (lay_wire(l, x, e) || all_pieces(l, x, READING) || set_state(l, x, GATHERING))
 		return -1;
 	pthread_mutex_lock(&l->lock);
 	while (x->state == GATHERING && !l->err.code && !l->ending)
@@ -464,8 +488,8 @@ static int run(struct loader *l, struct load *x, struct err *e)
 	for (size_t i = 0; i < x->u->n; i++)
 		if (d->be->weight_ready(d, &x->weight[i], e))
 			return -1;
-	free(x->wire);
-	x->wire = NULL;
+	if (x->wire)
+		give_wire(l, x);
 	return set_state(l, x, READY);
 }
 
@@ -563,6 +587,7 @@ void loader_free(struct loader *l)
 	for (size_t i = 0; l->held && i < l->w->stage->nentries; i++)
 		free(l->held[i].p);
 	free(l->held);
+	free(l->wire);
 	pthread_mutex_destroy(&l->lock);
 	pthread_cond_destroy(&l->turn);
 	free(l);

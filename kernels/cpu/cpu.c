@@ -11,7 +11,8 @@
 #include "cpu.h"
 #include "mem.h"
 
-#define SPARE_MOST ((size_t)64 << 20)
+#define SPARE_MOST  ((size_t)64 << 20)
+#define BLOCK_LEAST ((size_t)1 << 20) /* smaller ones come from pages that the allocator keeps */
 
 /*
  * The cores this process may use. Ranks of a host share them, unless the launcher has bound each to
@@ -52,6 +53,15 @@ static void free_spare(struct cpu *c)
 	}
 }
 
+static void drop_oldest(struct cpu *c)
+{
+	struct block *b = c->blocks;
+
+	c->blocks = b->next;
+	free(b->p);
+	free(b);
+}
+
 void cpu_close(struct device *d)
 {
 	struct cpu *c = d->state;
@@ -62,6 +72,8 @@ void cpu_close(struct device *d)
 		free(c->own);
 		free(c->shared.p);
 		free_spare(c);
+		while (c->blocks)
+			drop_oldest(c);
 		onednn_close(c->dnn);
 		pthread_mutex_destroy(&c->lock);
 		free(c);
@@ -150,6 +162,47 @@ bool cpu_own(struct device *d, size_t bytes)
 }
 
 /* The smallest that suffices: what is large waits for who needs it. */
+void *cpu_take_block(struct cpu *c, size_t bytes, struct err *e)
+{
+	struct block **best = NULL, *b = NULL;
+	size_t dropped = 0;
+	void *p = NULL;
+
+	pthread_mutex_lock(&c->lock);
+	for (struct block **at = &c->blocks; *at; at = &(*at)->next)
+		if ((*at)->bytes >= bytes && (*at)->bytes / 2 <= bytes &&
+		    (!best || (*at)->bytes < (*best)->bytes))
+			best = at;
+	if (best) {
+		b = *best;
+		*best = b->next;
+		p = b->p;
+	}
+	while (!p && c->blocks && dropped < bytes) {
+		dropped += c->blocks->bytes;
+		drop_oldest(c);
+	}
+	pthread_mutex_unlock(&c->lock);
+	free(b);
+	return p ? p : mem_aligned(bytes, e);
+}
+
+void cpu_give_block(struct cpu *c, void *p, size_t bytes)
+{
+	struct block **at = &c->blocks, *b = p && bytes >= BLOCK_LEAST ? malloc(sizeof *b) : NULL;
+
+	if (!b) {
+		free(p);
+		return;
+	}
+	*b = (struct block){ NULL, p, bytes };
+	pthread_mutex_lock(&c->lock);
+	while (*at)
+		at = &(*at)->next;
+	*at = b;
+	pthread_mutex_unlock(&c->lock);
+}
+
 void *cpu_take_spare(struct cpu *c, size_t bytes, struct err *e)
 {
 	struct spare **best = NULL, *s = NULL;

@@ -51,15 +51,23 @@ struct spare {
 	size_t bytes; /* behind this one, from the next 64 on */
 };
 
+/* Memory of a packed weight that was freed. */
+struct block {
+	struct block *next;
+	void *p;
+	size_t bytes;
+};
+
 struct cpu {
 	struct onednn *dnn;
 	bool bf16; /* products of bf16 operands as such; else in F32 on rounded operands */
 	int threads;
 	struct room shared;
 	struct room *own;     /* [threads] */
-	pthread_mutex_t lock; /* of the next two */
+	pthread_mutex_t lock; /* of the next three */
 	struct spare *spare;
 	size_t spare_bytes;
+	struct block *blocks; /* the oldest first */
 };
 
 /* Rows of a panel that wait for the rest of it. */
@@ -79,6 +87,7 @@ struct packed {
 	int64_t K, panels, width, last;
 	int64_t blocks, block;            /* of K; the last may be smaller */
 	size_t panel_bytes, matrix_bytes; /* of a full panel and of a matrix, as kept */
+	size_t bytes;                     /* of data */
 	size_t expanded; /* bytes of a full panel as operand where kept != operand, else 0 */
 	size_t scratch;  /* most that a product needs */
 	/* for both kinds of tiles, of full panels and of the last; all read the same layout */
@@ -149,6 +158,15 @@ bool cpu_own(struct device *d, size_t bytes);
  */
 void *cpu_take_spare(struct cpu *c, size_t bytes, struct err *e);
 void cpu_give_spare(struct cpu *c, void *p); /* may be NULL */
+
+/*
+ * Memory for a packed weight of `bytes`, and its return with the same number: weights that come and
+ * go take it over from each other, since the system would clear its pages each time, which costs
+ * more than the packing. What finds nothing that fits first gives up as much of the oldest, so that
+ * what is kept never adds to the most that was in use. Thread-safe.
+ */
+void *cpu_take_block(struct cpu *c, size_t bytes, struct err *e);
+void cpu_give_block(struct cpu *c, void *p, size_t bytes); /* p may be NULL */
 
 /*
  * Everything below is compiled once for each vector unit, CPU_VARIANT (base, avx2, avx512): no name

@@ -112,7 +112,7 @@ static size_t panel_bytes(const struct packed *p, bool last)
 	return bytes;
 }
 
-static int packed_alloc(struct packed *p, const struct weight *w, struct err *e)
+static int packed_alloc(struct cpu *c, struct packed *p, const struct weight *w, struct err *e)
 {
 	int64_t bytes;
 
@@ -128,7 +128,8 @@ static int packed_alloc(struct packed *p, const struct weight *w, struct err *e)
 			"a weight of %lld x %lld x %lld elements is larger than the address space",
 			(long long)w->count, (long long)w->rows, (long long)w->cols);
 	p->staging = mem_calloc((size_t)(w->count * p->panels), sizeof *p->staging, e);
-	p->data = p->staging ? mem_aligned((size_t)bytes, e) : NULL;
+	p->bytes = (size_t)bytes;
+	p->data = p->staging ? cpu_take_block(c, p->bytes, e) : NULL;
 	return p->data ? 0 : -1;
 }
 
@@ -147,7 +148,7 @@ int cpu_weight_alloc(struct device *d, struct weight *w, struct err *e)
 	p->rounded = p->kept = ref_operand(w, d->compute);
 	p->operand = cpu_of(d)->bf16 ? p->rounded : DT_F32;
 	set_sizes(p, w);
-	if (set_products(p, cpu_of(d)->dnn, e) || packed_alloc(p, w, e)) {
+	if (set_products(p, cpu_of(d)->dnn, e) || packed_alloc(cpu_of(d), p, w, e)) {
 		cpu_weight_free(d, w);
 		return -1;
 	}
@@ -354,7 +355,7 @@ void cpu_weight_free(struct device *d, struct weight *w)
 	for (int64_t i = 0; p->staging && i < w->count * p->panels; i++)
 		cpu_give_spare(cpu_of(d), p->staging[i].rows);
 	free(p->staging);
-	free(p->data);
+	cpu_give_block(cpu_of(d), p->data, p->bytes);
 	pthread_mutex_destroy(&p->lock);
 	free(p);
 	w->handle = NULL;
