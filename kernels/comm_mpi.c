@@ -24,8 +24,8 @@
 
 /*
  * A rank tests TRIES times before it sleeps, AWAKE times between sleeps that grow from the shortest
- * to the longest (ns). Often only tests move the data, a piece at a time: one that takes as long as
- * MOVED (seconds) found some, and there will be more; the first after a sleep takes long anyway.
+ * to the longest (ns). Often only tests move the data, a piece at a time: one that takes MOVED
+ * seconds more than usual found some, and there will be more.
  */
 #define TRIES 64
 #define AWAKE 4
@@ -178,7 +178,8 @@ static int patience(const struct comm *c, struct flight *f, double waited, struc
 struct rhythm {
 	struct timespec pause;
 	int idle;		/* tests that found nothing */
-	bool slept;		/* just now */
+	bool slept;		/* just now; the first test then takes long anyway */
+	double usual;		/* seconds of a test, about: much varies with the machine */
 	double last, waited;	/* seconds */
 };
 
@@ -194,15 +195,16 @@ static double busy_seconds(void)
 /* `took`: the last test, in busy seconds. */
 static void rhythm_tested(struct rhythm *y, double took, bool done)
 {
-	double now = log_seconds(), step = now - y->last;
+	double now = log_seconds(), step = now - y->last, slow = MOVED + 2 * y->usual;
+	bool moved = done || took > (y->slept ? 3 * slow : slow);
 
 	y->last = now;
 	y->waited += step < 1 ? step : 1; /* more: the process was stopped */
-	y->idle++;
-	if (done || took > (y->slept ? 3 * MOVED : MOVED)) {
-		y->idle = 0;
+	if (!y->slept)
+		y->usual += moved ? MOVED / 64 : (took - y->usual) / 16;
+	if (moved)
 		y->pause.tv_nsec -= y->pause.tv_nsec / (y->slept ? 8 : 2);
-	}
+	y->idle = moved ? 0 : y->idle + 1;
 	y->slept = false;
 }
 
