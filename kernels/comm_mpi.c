@@ -230,11 +230,10 @@ static int flight_wait(struct comm *c, struct flight *f, struct err *e)
 			return -1;
 		f->landed += done != 0;
 		rhythm_tested(&y, busy_seconds() - began, done);
-		if (y.idle < TRIES)
-			continue;
-		if (patience(c, f, y.waited, e))
+		if (!done && patience(c, f, y.waited, e))
 			return -1;
-		rhythm_sleep(&y);
+		if (y.idle >= TRIES)
+			rhythm_sleep(&y);
 	}
 	return 0;
 }

@@ -559,7 +559,8 @@ static void check_late(struct comm *c)
 		late[what].stop = what == LATE_STOP ? &stop : NULL;
 	}
 	for (int what = 0; same.t && !away && what < LATES; what++)
-		good = !same.t->barrier(&same, &failure) && fails_late(&late[what], (enum late)what) && good;
+		good = !same.t->barrier(&same, &failure) &&
+		       fails_late(&late[what], (enum late)what) && good;
 	if (c->t->barrier(c, &failure))
 		good = false;
 	for (int what = 0; good && away && what < LATES; what++)
