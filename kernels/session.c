@@ -70,6 +70,15 @@ bool session_has_peers(const struct session *s)
 	return s->comm.t && s->comm.world > 1 && s->comm.t->collective;
 }
 
+/* From here on a signal ends waiting for other ranks. */
+static int connect_ranks(struct session *s, int *argc, char ***argv, struct err *e)
+{
+	if (comm_open(&s->comm, s->o->comm, (int)s->o->rank, argc, argv, e))
+		return -1;
+	s->comm.stop = &forward_stop;
+	return 0;
+}
+
 /* A file is read by every rank; of connected ranks only rank 0 has a standard input. */
 static int read_run(struct session *s, struct err *e)
 {
@@ -110,22 +119,22 @@ static int check_world(struct session *s, struct err *e)
 
 	if (s->o->rank >= 0 && !c->t->collective)
 		c->world = s->plan.world;
-	if (c->world != s->plan.world)
+	if (c->world != s->plan.world) {
+		char alone[64] = "";
+
+		if (!plan_lockstep(&s->plan))
+			snprintf(alone, sizeof alone, ", run each with --rank 0..%d",
+				 s->plan.world - 1);
 		return err_refuse(e,
 				  "the plan is for %d ranks, but %d run: start it as `mpirun -n %d "
-				  "dspark-forward`, run each with --rank 0..%d, or plan "
-				  "again with --world %d",
-				  s->plan.world, c->world, s->plan.world, s->plan.world - 1,
-				  c->world);
+				  "dspark-forward`%s, or plan again with --world %d",
+				  s->plan.world, c->world, s->plan.world, alone, c->world);
+	}
 	if (c->rank >= c->world)
 		return err_refuse(e, "--rank %d is outside the plan's %d ranks", c->rank, c->world);
-	if (plan_lockstep(&s->plan) && !c->t->collective)
-		return err_refuse(e,
-				  "the ranks of this plan exchange weights or tokens (weights "
-				  "%s, ep_size %d) and must be connected: start it as `mpirun -n "
-				  "%d dspark-forward`, or plan with --weights stream and "
-				  "distributed.ep_size 1",
-				  residency_name(s->plan.residency), s->plan.ep, s->plan.world);
+	if (plan_lockstep(&s->plan) && comm_connected(c, e))
+		return err_context(e, "the plan has weights %s and ep_size %d",
+				   residency_name(s->plan.residency), s->plan.ep);
 	log_rank(c->rank, c->world);
 	return 0;
 }
@@ -191,7 +200,6 @@ static int bound_waiting(struct session *s, struct err *e)
 {
 	double seconds = s->plan.timeout_minutes * 60;
 
-	s->comm.stop = &forward_stop;
 	if (!plan_lockstep(&s->plan))
 		return 0;
 	s->comm.timeout = seconds;
@@ -409,7 +417,7 @@ int session_run(struct session *s, const struct session_options *o, int *argc, c
 {
 	s->o = o;
 	s->start = log_seconds();
-	if (comm_open(&s->comm, o->comm, (int)o->rank, argc, argv, e) || read_run(s, e) ||
+	if (connect_ranks(s, argc, argv, e) || read_run(s, e) ||
 	    plan_read(&s->plan, &s->run, e) || check_world(s, e) || open_inputs(s, e) ||
 	    open_groups(s, e) || open_device(s, e) || agree(s, e) || open_cache(s, e))
 		return -1;
@@ -422,6 +430,9 @@ void session_end(struct session *s, int code)
 
 	capture_abort(&s->capture);
 	cache_close(&s->cache);
+	/* before memory goes that transfers under way may still write to */
+	if (code && session_has_peers(s))
+		s->comm.t->abort(&s->comm, code);
 	if (s->dev.be) {
 		weights_release(&s->weights);
 		s->dev.be->close(&s->dev);
@@ -433,8 +444,6 @@ void session_end(struct session *s, int code)
 	run_release(&s->run);
 	text_release(&s->output.kept);
 	free(s->done);
-	if (code && session_has_peers(s))
-		s->comm.t->abort(&s->comm, code);
 	for (size_t i = 0; i < sizeof group / sizeof *group; i++)
 		if (group[i]->t)
 			group[i]->t->close(group[i]);

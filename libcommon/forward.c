@@ -45,7 +45,7 @@ struct window {
 	struct exchange exchange;
 	int32_t *ids, *pos;		/* device [window_most] */
 	void *scratch;			/* device */
-	int32_t *host;			/* [window_most], for uploads */
+	int32_t *host;			/* [host_ids], for ids up and down */
 	struct piece *piece;		/* [rows of the window] */
 	size_t piece_cap;
 	struct part *part;
@@ -137,6 +137,15 @@ static int alloc_routed(struct window *w, struct err *e)
 	return f->ep ? exchange_open(&w->exchange, d, f->ep, &r, f->plan->exchange_rows, e) : 0;
 }
 
+/* A window's, or what one token chose. */
+static int64_t host_ids(const struct forward *f)
+{
+	struct routing r;
+
+	routing_most(f->target, &r);
+	return f->plan->window_most > r.k ? f->plan->window_most : r.k;
+}
+
 static int window_alloc(struct window *w, struct forward *f, struct err *e)
 {
 	struct device *d = f->dev;
@@ -152,7 +161,7 @@ static int window_alloc(struct window *w, struct forward *f, struct err *e)
 	w->ids = d->be->alloc(d, most * sizeof *w->ids, e);
 	w->pos = w->ids ? d->be->alloc(d, most * sizeof *w->pos, e) : NULL;
 	w->scratch = w->pos ? d->be->alloc(d, f->plan->scratch_bytes, e) : NULL;
-	w->host = w->scratch ? mem_calloc(most, sizeof *w->host, e) : NULL;
+	w->host = w->scratch ? mem_calloc((size_t)host_ids(f), sizeof *w->host, e) : NULL;
 	w->tap = w->host ? mem_calloc((size_t)f->plan->g.nids, sizeof *w->tap, e) : NULL;
 	if (!w->tap || alloc_routed(w, e))
 		return -1;
@@ -433,10 +442,9 @@ static int vote(struct window *w, const struct chunk *c, struct err *e)
 	struct device *d = w->f->dev;
 	int64_t k = c->routed.ids.cols;
 
-	/* a chunk's ids may be more than host has room for: token by token they are not */
 	for (int64_t t = 0, n; t < c->tokens; t += n) {
-		n = w->f->plan->window_most / k;
-		n = n < 1 ? 1 : n < c->tokens - t ? n : c->tokens - t;
+		n = host_ids(w->f) / k;
+		n = n < c->tokens - t ? n : c->tokens - t;
 		d->be->store(d, w->host, DT_I32, k, tensor_rows(c->routed.ids, t, n));
 		if (d->be->sync(d, e))
 			return -1;

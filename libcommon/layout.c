@@ -142,13 +142,16 @@ static void explain_size(const struct candidate *x, uint64_t memory, struct err 
 	if (held && x->c.residency != WEIGHTS_RESIDENT)
 		err_refuse(e,
 			   "%s weights need %s a rank, but --memory allows %s: a rank holds %s of "
-			   "them all the time; use more ranks, or give --weights gather,stream",
-			   residency_name(x->c.residency), need.s, have.s, part.s);
+			   "them all the time; allow more%s",
+			   residency_name(x->c.residency), need.s, have.s, part.s,
+			   x->c.residency == WEIGHTS_GATHER
+				   ? ", use more ranks, or give --weights gather,stream"
+				   : "");
 	else if (w->layer >= 0 && w->held + w->working > memory)
 		err_refuse(e,
 			   "%s weights need %s a rank, but --memory allows %s: %s of layer %d, "
-			   "%s, does not fit twice beside what is always held (%llu bytes): allow "
-			   "more%s",
+			   "%s, does not fit as often as it is needed beside what is always held "
+			   "(%llu bytes): allow more%s",
 			   residency_name(x->c.residency), need.s, have.s,
 			   w->kind == UNIT_EXPERTS ? "a block of the experts"
 						   : "attention and dense part",

@@ -466,7 +466,8 @@ static int refuse_axes(const struct section *s, struct err *e)
 		return 0;
 	return err_refuse(e, "distributed.%s is %" PRId64 ": a target is not cut by tensors or "
 			  "stages, because every rank runs rows of its own; set tp_size and "
-			  "pp_size to 1 and share a large target with ep_size",
+			  "pp_size to 1; dspark-plan --weights gather and ep_size share a large "
+			  "target",
 			  tp != 1 ? "tp_size" : "pp_size", tp != 1 ? tp : pp);
 }
 

@@ -40,9 +40,10 @@ int stage_shares(const struct stage_mesh *m, int *shares, struct err *e)
 	if (m->ep < 1 || m->world % m->ep || n < 1 || n * m->replicate != m->world ||
 	    (m->cut && n % m->ep && m->ep % n))
 		return err_refuse(e,
-				  "%d ranks cannot be divided into shard groups with "
-				  "dp_replicate_size %d and ep_size %d: "
-				  "one must divide the other, and both the world",
+				  "%d ranks cannot be divided with dp_replicate_size %d and "
+				  "ep_size %d: both must divide the ranks, and of ep_size and "
+				  "the size of a shard group, ranks / dp_replicate_size, one "
+				  "must divide the other",
 				  m->world, m->replicate, m->ep);
 	if (m->cut && n > m->ep)
 		*shares = n;

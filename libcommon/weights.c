@@ -44,7 +44,6 @@ static struct unit *find_unit(const struct weights *w, enum unit_kind kind, int 
 	return NULL;
 }
 
-/* Weights of one unit follow one another in no walk's promise: the unit may exist already. */
 static int join_unit(struct weights *w, struct bound *b, struct err *e)
 {
 	struct unit *u = find_unit(w, b->unit, b->layer);

@@ -115,7 +115,7 @@ LOAD=
 few() {
 	all=$(member weights_read "$tmp/log")
 	rm -rf "$tmp/v"
-	(cd "$golden/$case" && dspark-plan -q -c recipe.yaml -t "$tmp/few" --device cpu --weights stream \
+	(cd "$golden/$case" && dspark-plan -q -c recipe.yaml -t "$tmp/few" --device cpu --weights stream --window-tokens 1 \
 		--set "recipe_args.cache_output_dir=$tmp/v" >"$tmp/plan" &&
 	 dspark-load -q -s "$tmp/stage" "$tmp/plan" >"$tmp/run" && dspark-forward -q "$tmp/run" >"$tmp/log") || return
 	some=$(member weights_read "$tmp/log")

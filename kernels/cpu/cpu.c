@@ -161,7 +161,6 @@ bool cpu_own(struct device *d, size_t bytes)
 	return true;
 }
 
-/* The smallest that suffices: what is large waits for who needs it. */
 void *cpu_take_block(struct cpu *c, size_t bytes, struct err *e)
 {
 	struct block **best = NULL, *b = NULL;
@@ -203,6 +202,7 @@ void cpu_give_block(struct cpu *c, void *p, size_t bytes)
 	pthread_mutex_unlock(&c->lock);
 }
 
+/* The smallest that suffices: what is large waits for who needs it. */
 void *cpu_take_spare(struct cpu *c, size_t bytes, struct err *e)
 {
 	struct spare **best = NULL, *s = NULL;
