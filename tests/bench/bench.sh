@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # How fast is dspark, and beside what? Every ratio is the median of PAIRS rounds in which all contestants take turns.
 #
-#	make bench			all parts, about 25 minutes on two idle cores
+#	make bench			all parts, about 40 minutes on two idle cores
 #	make bench BENCH='fp32 start'	some
 #	make bench BENCH=table		the last results of all parts again; BENCH=markdown for the README
 #	make profile			part `shares`: where the time of the forward goes
@@ -12,6 +12,8 @@
 # profile	shares of the forward			the whole
 # fp32 quarter	dspark-forward, rows full and 25% full	the reference's generate_batch, with and without its head
 # bf16 moe
+# stream		weights read for every window		the same, resident
+# gather		2 ranks that share the weights		2 ranks that hold all
 # start		command start to layer 0		reading by cat, then widening and packing from memory
 # memory	largest memory, waiting for the writer	what is planned; the run
 # copy		dspark-load --copy			cat FILES >COPY; sync
@@ -22,11 +24,11 @@
 # The files (4 GB, up to 6 GB more while it runs) lie in BENCH_DIR, bench/ of the build by default, and are kept; bench.json there
 # holds the last results of each part. REFERENCE_PYTHON names a Python with nemo-automodel 0.7.0: without it those parts are
 # skipped. BENCH_SMALL=1 takes sizes that say nothing, to try the script. The Makefile gives PATH (the built commands first),
-# top_srcdir, top_builddir and PYTHON.
+# top_srcdir, top_builddir, PYTHON and MPIEXEC.
 set -u
 LC_ALL=C
 export LC_ALL
-: "${PYTHON:=:}" "${REFERENCE_PYTHON:=}" "${PAIRS:=7}" "${BENCH_ROWS:=4}" "${OMP_NUM_THREADS:=$(getconf _NPROCESSORS_ONLN)}"
+: "${PYTHON:=:}" "${MPIEXEC:=}" "${REFERENCE_PYTHON:=}" "${PAIRS:=7}" "${BENCH_ROWS:=4}" "${OMP_NUM_THREADS:=$(getconf _NPROCESSORS_ONLN)}"
 export OMP_NUM_THREADS
 src=$(cd "${top_srcdir:?run it by make bench}" && pwd) || exit 3
 build=$(cd "${top_builddir:?run it by make bench}" && pwd) || exit 3
@@ -172,12 +174,14 @@ tokens() {
 		die "make_tokens.py failed: '$PYTHON' needs numpy and xxhash"
 }
 
-# planned NAME DTYPE: NAME.plan and NAME.run of a cache that is not there
+# planned NAME DTYPE [OPTION...]: NAME.plan and NAME.run of a cache that is not there
 planned() {
-	rm -rf "$1.out" "$1.stage"
-	if ! dspark-plan -q -c "$1.yaml" -t "$1.tokens" --device cpu --compute-dtype "$2" >"$1.plan" ||
-		! dspark-load -q -s "$1.stage" "$1.plan" >"$1.run"; then
-		die "cannot plan '$1'"
+	run=$1 dtype=$2
+	shift 2
+	rm -rf "$run.out" "$run.stage"
+	if ! dspark-plan -q -c "$run.yaml" -t "$run.tokens" --device cpu --compute-dtype "$dtype" "$@" >"$run.plan" ||
+		! dspark-load -q -s "$run.stage" "$run.plan" >"$run.run"; then
+		die "cannot plan '$run'"
 	fi
 }
 
@@ -494,6 +498,78 @@ run_rows() {
 	done
 }
 
+# Weights that stay, without the time until they are there, beside weights that come and go, all of it. Caches are dropped where
+# that is allowed.
+stays() { loop stays; }
+streams() {
+	sync
+	if [ -w /proc/sys/vm/drop_caches ]; then echo 3 >/proc/sys/vm/drop_caches; fi
+	forward streams
+	took=$(calc "$(summary streams tokens) / $(summary streams tokens_per_second)")
+}
+
+run_stream() {
+	dense
+	moe
+	for case in 'dense fp32' 'moe fp32' 'moe bf16'; do
+		model=${case% *} dtype=${case#* }
+		for run in stays streams; do
+			tokens "$run" "$model" 32 full 3 bf16 32
+		done
+		planned stays "$dtype" --weights resident --window-tokens 16384
+		planned streams "$dtype" --weights stream --window-tokens 16384
+		contest stays streams
+		rm -rf stays.out streams.out
+		ratio stream "$model, $dtype: resident / streamed, windows of 16,384 tokens" 'at least' 0.85 1 2
+	done
+}
+
+# The slower of two ranks, without the time until its weights were there where they stay.
+two_ranks() {
+	rm -f "$1".out/shard-*
+	OMP_NUM_THREADS=$half "$MPIEXEC" -n 2 dspark-forward -q "$1.run" >"$1.log" || die "two ranks failed"
+	took=$(awk -v stays="$2" '
+	function get(key) { return match($0, "\"" key "\":[0-9.e+-]*") ? substr($0, RSTART + length(key) + 3, RLENGTH - length(key) - 3) : 0 }
+	/"record":"summary"/ {
+		t = get("tokens") / get("tokens_per_second") - (stays ? get("weights") : 0)
+		most = t > most ? t : most
+	}
+	END { printf "%.6f", most }' "$1.log")
+}
+ranks_stay() { two_ranks stays 1; }
+ranks_gather() { two_ranks gathers 0; }
+ranks_exchange() { two_ranks exchanges 0; }
+
+run_gather() {
+	if [ -z "${MPIEXEC-}" ]; then
+		say "gather: skipped, this build has no MPI"
+		printf '{"part":"gather","skipped":"no MPI"}\n' >>"$work/results"
+		return 0
+	fi
+	OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1 OMPI_MCA_hwloc_base_binding_policy=none
+	export OMPI_ALLOW_RUN_AS_ROOT OMPI_ALLOW_RUN_AS_ROOT_CONFIRM OMPI_MCA_rmaps_base_oversubscribe OMPI_MCA_hwloc_base_binding_policy
+	half=$(((OMP_NUM_THREADS + 1) / 2))
+	dense
+	moe
+	for model in dense moe; do
+		for run in stays gathers exchanges; do
+			tokens "$run" "$model" 32 full 3 bf16 8
+		done
+		planned stays fp32 --world 2 --weights resident --window-tokens 4096
+		planned gathers fp32 --world 2 --weights gather --window-tokens 4096
+		if [ "$model" = moe ]; then
+			planned exchanges fp32 --world 2 --weights gather --window-tokens 4096 --set distributed.ep_size=2
+			contest ranks_stay ranks_gather ranks_exchange
+			ratio gather "moe, fp32, 2 ranks: resident / gathered, ep_size 2, windows of 4,096 tokens" 'at least' 0.9 1 3
+			ratio gather "moe, fp32, 2 ranks: resident / gathered, windows of 4,096 tokens" - 0 1 2
+		else
+			contest ranks_stay ranks_gather
+			ratio gather "dense, fp32, 2 ranks: resident / gathered, windows of 4,096 tokens" 'at least' 0.9 1 2
+		fi
+		rm -rf stays.out gathers.out exchanges.out
+	done
+}
+
 # ---- all together ------------------------------------------------------------------------------------------------------
 
 flags() {
@@ -550,7 +626,7 @@ table() {
 	}' "$1"
 }
 
-parts='products profile fp32 quarter bf16 moe start memory copy verify write lengths rows'
+parts='products profile fp32 quarter bf16 moe stream gather start memory copy verify write lengths rows'
 case $* in
 shares)
 	run_shares
