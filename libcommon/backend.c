@@ -71,6 +71,43 @@ static void no_norm(struct device *d, struct tensor out, struct tensor x, const 
 	(void)d, (void)out, (void)x, (void)w, (void)eps, (void)width;
 }
 
+static void no_upload(struct device *d, struct tensor out, const void *src)
+{
+	(void)d, (void)out, (void)src;
+}
+
+static void no_layer_norm(struct device *d, struct tensor out, struct tensor x,
+			  const struct weight *w, const struct weight *bias, float eps,
+			  int64_t width)
+{
+	(void)d, (void)out, (void)x, (void)w, (void)bias, (void)eps, (void)width;
+}
+
+static void no_choose(struct device *d, struct tensor keys, struct tensor q, struct tensor k,
+		      struct tensor w, const struct piece *pieces, int n)
+{
+	(void)d, (void)keys, (void)q, (void)k, (void)w, (void)pieces, (void)n;
+}
+
+static void no_attention_at(struct device *d, struct tensor out, struct tensor q, struct tensor k,
+			    struct tensor v, struct tensor keys, const struct attention *a,
+			    const struct piece *pieces, int n)
+{
+	(void)d, (void)out, (void)q, (void)k, (void)v, (void)keys, (void)a, (void)pieces, (void)n;
+}
+
+static void no_product(struct device *d, struct tensor out, struct tensor x, struct tensor y,
+		       const struct grouped *g)
+{
+	(void)d, (void)out, (void)x, (void)y, (void)g;
+}
+
+static void no_copy(struct device *d, struct tensor out, int64_t out_step, struct tensor x,
+		    int64_t x_step, int64_t width, int n)
+{
+	(void)d, (void)out, (void)out_step, (void)x, (void)x_step, (void)width, (void)n;
+}
+
 static void no_rope(struct device *d, struct tensor x, int heads, const struct weight *norm,
 		    float eps, const struct rope *r, struct tensor pos)
 {
@@ -119,12 +156,18 @@ static void no_combine(struct device *d, struct tensor sum, struct tensor y, str
 
 const struct backend backend_measure = {
 	.name = "measure",
+	.upload = no_upload,
 	.rows = no_rows,
 	.matmul = no_matmul,
 	.matmul_gate = no_matmul_gate,
 	.norm = no_norm,
+	.layer_norm = no_layer_norm,
 	.rope = no_rope,
 	.attention = no_attention,
+	.choose = no_choose,
+	.attention_at = no_attention_at,
+	.product = no_product,
+	.copy = no_copy,
 	.gate = no_gate,
 	.add = no_add,
 	.route = no_route,

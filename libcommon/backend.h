@@ -184,6 +184,17 @@ struct experts {
 	bool weight_after_down;	/* else the slot's weight multiplies the activation, before down */
 };
 
+/*
+ * A product of two tensors, group by group. Group g sums over k columns of x and makes n columns of
+ * out; `out_step`, `x_step` and `y_step` columns lie between the first ones of two groups.
+ */
+struct grouped {
+	int groups;
+	int64_t n, k;
+	int64_t out_step, x_step, y_step;
+	bool across; /* y is [k, *]: sums run down its rows, else y is [n, *] */
+};
+
 struct device_options {
 	enum dtype compute;		/* DT_F32 or DT_BF16 */
 	int threads;			/* 0 = OMP_NUM_THREADS, else cores / local ranks */
@@ -269,6 +280,14 @@ struct backend {
 		     float eps, int64_t width);
 
 	/*
+	 * out = (x - mean) / sqrt(mean((x - mean)^2) + eps) * w + bias over each run of `width`
+	 * columns; one w and bias [width] for all. out may be x.
+	 */
+	void (*layer_norm)(struct device *d, struct tensor out, struct tensor x,
+			   const struct weight *w, const struct weight *bias, float eps,
+			   int64_t width);
+
+	/*
 	 * Rotates x [T, heads*width of a head] in place, each head after a norm by `norm` [width of
 	 * a head] and eps where it is not NULL; pos i32 [T,1].
 	 */
@@ -283,6 +302,42 @@ struct backend {
 	void (*attention)(struct device *d, struct tensor out, struct tensor q, struct tensor k,
 			  struct tensor v, const struct attention *a, const struct piece *pieces,
 			  int n);
+
+	/*
+	 * Of rows of data too long for every query to see all keys: which it sees. keys i32 [T,K]:
+	 * the positions, ascending, of the K keys with the largest scores among those at positions
+	 * up to the query's own; equal scores go to the lower position, NaN is the smallest. -1
+	 * stands behind the last where there are fewer than K.
+	 *
+	 * score(t, j) = sum over heads h of w[t,h] * max(q[t,h] . k[j], 0), w F32 [T,heads], q [T,
+	 * heads*width], k [*, width], kept in F32. Memory grows with T and K, never with T times
+	 * the keys. `pieces` is host memory.
+	 */
+	void (*choose)(struct device *d, struct tensor keys, struct tensor q, struct tensor k,
+		       struct tensor w, const struct piece *pieces, int n);
+
+	/*
+	 * attention where query t sees the keys at kv_begin + keys[t,j], j = 0, 1, .. up to the
+	 * first negative one, and nothing else: keys i32 [T,K], ascending in every row; a->window
+	 * is not looked at. Work and memory follow K. v may be columns of k.
+	 */
+	void (*attention_at)(struct device *d, struct tensor out, struct tensor q, struct tensor k,
+			     struct tensor v, struct tensor keys, const struct attention *a,
+			     const struct piece *pieces, int n);
+
+	/*
+	 * out[t, g*out_step + i] = sum over j of x[t, g*x_step + j] * y[i, g*y_step + j], or *
+	 * y[j, g*y_step + i] across. Operands of both are rounded as in matmul.
+	 */
+	void (*product)(struct device *d, struct tensor out, struct tensor x, struct tensor y,
+			const struct grouped *g);
+
+	/*
+	 * out[t, i*out_step + c] = x[t, i*x_step + c] for i < n and c < width, rounded to the dtype
+	 * of out; x_step 0 repeats. Other columns of out stay. out and x do not overlap.
+	 */
+	void (*copy)(struct device *d, struct tensor out, int64_t out_step, struct tensor x,
+		     int64_t x_step, int64_t width, int n);
 
 	/* out[T,I] = act(x[:, 0..I), x[:, I..2I)). */
 	void (*gate)(struct device *d, struct tensor out, struct tensor x, const struct act *a);

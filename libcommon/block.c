@@ -40,6 +40,203 @@ void block_gqa(struct chunk *c, struct tensor x, struct tensor h, const struct g
 	scratch_release(c, mark);
 }
 
+/* ---- latent attention ------------------------------------------------------------------------ */
+
+#define GROUP 64 /* most short rows that go through attention together */
+
+struct dense {
+	struct tensor q, kv, k, v, out;
+};
+
+struct sparse {
+	struct tensor eye, w;       /* [latent, latent], kv_b^T [latent, heads (nope + value)] */
+	struct tensor q, keyed;     /* [n, heads (nope + rotated)], [n, heads (latent + rotated)] */
+	struct tensor latents, out; /* [n, heads latent], [n, heads value] */
+};
+
+static struct dense dense_room(struct chunk *c, const struct mla *m, int64_t rows)
+{
+	enum dtype d = c->dev->compute;
+
+	return (struct dense){
+		.q = scratch(c, d, rows, m->heads * (m->nope + m->rotated)),
+		.kv = scratch(c, d, rows, m->heads * (m->nope + m->value)),
+		.k = scratch(c, d, rows, m->heads * (m->nope + m->rotated)),
+		.v = scratch(c, d, rows, m->heads * m->value),
+		.out = scratch(c, d, rows, m->heads * m->value),
+	};
+}
+
+static struct sparse sparse_room(struct chunk *c, const struct mla *m, int64_t rows)
+{
+	enum dtype d = c->dev->compute;
+
+	return (struct sparse){
+		.eye = scratch(c, DT_F32, m->latent, m->latent),
+		.w = scratch(c, d, m->latent, m->heads * (m->nope + m->value)),
+		.q = scratch(c, d, rows, m->heads * (m->nope + m->rotated)),
+		.keyed = scratch(c, d, rows, m->heads * (m->latent + m->rotated)),
+		.latents = scratch(c, d, rows, m->heads * m->latent),
+		.out = scratch(c, d, rows, m->heads * m->value),
+	};
+}
+
+static int64_t smaller(int64_t a, int64_t b)
+{
+	return a < b ? a : b;
+}
+
+/* Most tokens of short rows at a time: a long one among them must fit. */
+static int64_t dense_rows(const struct chunk *c, int64_t most)
+{
+	return most ? smaller(c->tokens, most > TOKEN_TILE ? most : TOKEN_TILE) : c->tokens;
+}
+
+static void project_queries(struct chunk *c, struct tensor q, struct tensor qr, int64_t begin,
+			    const struct mla *m)
+{
+	c->dev->be->matmul(c->dev, q, tensor_rows(qr, begin, q.rows), m->q_b, NULL, false);
+	c->dev->be->rope(c->dev, q, m->heads, NULL, 0, m->rope,
+			 tensor_rows(c->pos, begin, q.rows));
+}
+
+/* Whole rows: n pieces, which count from the first token, `begin`, of the chunk. */
+static void dense_group(struct chunk *c, struct tensor x, struct tensor qr, struct tensor lat,
+			const struct mla *m, int64_t room, const struct piece *pieces, int n,
+			int64_t begin)
+{
+	const struct backend *be = c->dev->be;
+	uint64_t mark = scratch_mark(c);
+	struct dense s = dense_room(c, m, room);
+	int64_t tokens = pieces[n - 1].begin + pieces[n - 1].count, head = m->nope + m->rotated,
+		both = m->nope + m->value;
+	struct attention a = { .heads = m->heads, .kv_heads = m->heads, .width = (int)head,
+			       .value_width = (int)m->value, .scale = m->scale };
+	struct tensor l = tensor_rows(lat, begin, tokens), q = tensor_rows(s.q, 0, tokens),
+		      kv = tensor_rows(s.kv, 0, tokens), k = tensor_rows(s.k, 0, tokens),
+		      v = tensor_rows(s.v, 0, tokens), out = tensor_rows(s.out, 0, tokens);
+
+	project_queries(c, q, qr, begin, m);
+	be->matmul(c->dev, kv, tensor_cols(l, 0, m->latent), m->kv_b, NULL, false);
+	be->copy(c->dev, k, head, kv, both, m->nope, m->heads);
+	be->copy(c->dev, tensor_cols(k, m->nope, k.cols - m->nope), head,
+		 tensor_cols(l, m->latent, m->rotated), 0, m->rotated, m->heads);
+	be->copy(c->dev, v, m->value, tensor_cols(kv, m->nope, kv.cols - m->nope), both, m->value,
+		 m->heads);
+	be->attention(c->dev, out, q, k, v, &a, pieces, n);
+	be->matmul(c->dev, tensor_rows(x, begin, tokens), out, m->o, NULL, true);
+	scratch_release(c, mark);
+}
+
+/* Rows up to `most` tokens, neighbours together as far as there is room. */
+static void dense_rows_of(struct chunk *c, struct tensor x, struct tensor qr, struct tensor lat,
+			  const struct mla *m, int64_t most)
+{
+	int64_t room = dense_rows(c, most);
+
+	for (int i = 0; i < c->npieces;) {
+		struct piece group[GROUP];
+		int64_t begin = c->piece[i].begin, tokens = 0;
+		int n = 0;
+
+		for (; n < GROUP && i < c->npieces; i++, n++) {
+			struct piece p = c->piece[i];
+
+			if ((most && p.length > most) || tokens + p.count > room)
+				break;
+			p.begin -= begin;
+			p.kv_begin -= begin;
+			tokens += p.count;
+			group[n] = p;
+		}
+		if (n)
+			dense_group(c, x, qr, lat, m, room, group, n, begin);
+		else
+			i++;
+	}
+}
+
+void block_long_rows(struct chunk *c, int64_t most,
+		     void (*f)(void *ctx, struct chunk *c, const struct piece *p), void *ctx)
+{
+	for (int i = 0; i < c->npieces; i++)
+		for (int64_t t = 0; c->piece[i].length > most && t < c->piece[i].count;
+		     t += TOKEN_TILE) {
+			struct piece p = c->piece[i];
+
+			p.begin += t;
+			p.first += t;
+			p.count = smaller(p.count - t, TOKEN_TILE);
+			f(ctx, c, &p);
+		}
+}
+
+struct absorbed {
+	struct tensor x, qr, lat, keys;
+	const struct mla *m;
+	struct sparse room;
+};
+
+/* scores = (q W_k) . latent + q . rotated; out = (sum of p latent) W_v^T, head by head. */
+static void sparse_rows(void *ctx, struct chunk *c, const struct piece *p)
+{
+	const struct absorbed *s = ctx;
+	const struct backend *be = c->dev->be;
+	const struct mla *m = s->m;
+	int64_t head = m->nope + m->rotated, both = m->nope + m->value,
+		keyed = m->latent + m->rotated;
+	struct attention a = { .heads = m->heads, .kv_heads = 1, .width = (int)keyed,
+			       .value_width = (int)m->latent, .scale = m->scale };
+	struct grouped in = { m->heads, m->latent, m->nope, keyed, head, both, false },
+		       up = { m->heads, m->value, m->latent, m->value, m->latent, both, true };
+	struct tensor q = tensor_rows(s->room.q, 0, p->count),
+		      k = tensor_rows(s->room.keyed, 0, p->count),
+		      l = tensor_rows(s->room.latents, 0, p->count),
+		      out = tensor_rows(s->room.out, 0, p->count),
+		      row = tensor_rows(s->lat, p->kv_begin, p->kv_count);
+	struct piece part = { 0, p->count, p->first, p->length, 0, p->kv_count };
+
+	project_queries(c, q, s->qr, p->begin, m);
+	be->product(c->dev, k, q, s->room.w, &in);
+	be->copy(c->dev, tensor_cols(k, m->latent, k.cols - m->latent), keyed,
+		 tensor_cols(q, m->nope, q.cols - m->nope), head, m->rotated, m->heads);
+	be->attention_at(c->dev, l, k, row, tensor_cols(row, 0, m->latent),
+			 tensor_rows(s->keys, p->begin, p->count), &a, &part, 1);
+	be->product(c->dev, out, l, tensor_cols(s->room.w, m->nope, s->room.w.cols - m->nope), &up);
+	be->matmul(c->dev, tensor_rows(s->x, p->begin, p->count), out, m->o, NULL, true);
+}
+
+static bool has_long_row(const struct chunk *c, int64_t most)
+{
+	for (int i = 0; i < c->npieces; i++)
+		if (c->piece[i].length > most)
+			return true;
+	return false;
+}
+
+void block_mla(struct chunk *c, struct tensor x, struct tensor qr, struct tensor lat,
+	       struct tensor keys, const struct mla *m)
+{
+	struct absorbed s = { .x = x, .qr = qr, .lat = chunk_keys(c, lat), .keys = keys, .m = m };
+	uint64_t mark = scratch_mark(c);
+
+	/* what is taken must not depend on which rows the chunk has */
+	dense_room(c, m, dense_rows(c, keys.cols));
+	scratch_release(c, mark);
+	dense_rows_of(c, x, qr, s.lat, m, keys.cols);
+	if (!keys.cols || c->tokens <= keys.cols)
+		return;
+	s.room = sparse_room(c, m, smaller(c->tokens, TOKEN_TILE));
+	if (has_long_row(c, keys.cols)) {
+		c->dev->be->upload(c->dev, s.room.eye, m->identity);
+		c->dev->be->matmul(c->dev, s.room.w, s.room.eye, m->kv_b, NULL, false);
+		block_long_rows(c, keys.cols, sparse_rows, &s);
+	}
+	scratch_release(c, mark);
+}
+
+/* ---- feed-forward ---------------------------------------------------------------------------- */
+
 void block_mlp(struct chunk *c, struct tensor x, struct tensor h, const struct weight *gate_up,
 	       const struct weight *down, const struct act *act)
 {

@@ -26,6 +26,38 @@ struct gqa {
 /* x[T,H] F32 += o(attention(h)), h[T,H]. */
 void block_gqa(struct chunk *c, struct tensor x, struct tensor h, const struct gqa *g);
 
+/*
+ * Latent attention: keys and values of all heads come from one latent vector a token. q_b is
+ * [heads (nope + rotated), Q], kv_b [heads (nope + value), latent], o [H, heads value]; `rope`
+ * turns the last `rotated` channels of each head of q.
+ */
+struct mla {
+	int heads;
+	int64_t nope, rotated, value, latent;
+	float scale;
+	const struct weight *q_b, *kv_b, *o;
+	const struct rope *rope;
+	const float *identity; /* host [latent, latent], 1 on the diagonal; for chosen keys */
+};
+
+/*
+ * x[T,H] F32 += o(attention) from qr [T,Q], the normed input of q_b, and lat [T, latent | rotated]:
+ * the normed latent and the turned key channels that all heads share, both of the compute dtype.
+ *
+ * Queries of rows longer than keys.cols see the keys of `keys` i32 [T,K] alone; theirs is the
+ * absorbed form, whose keys are the latents themselves, so that a key is fetched once for all
+ * heads. Shorter rows go the dense way and need no keys. K = 0: all rows do.
+ */
+void block_mla(struct chunk *c, struct tensor x, struct tensor qr, struct tensor lat,
+	       struct tensor keys, const struct mla *m);
+
+/*
+ * The rows of a chunk that are longer than `most`, TOKEN_TILE queries at a time: f is called with
+ * the piece of such a stretch as part of the chunk.
+ */
+void block_long_rows(struct chunk *c, int64_t most,
+		     void (*f)(void *ctx, struct chunk *c, const struct piece *p), void *ctx);
+
 /* x[T,H] F32 += down(act(gate_up h)): gate_up [2I,H] gate first, down [H,I]. */
 void block_mlp(struct chunk *c, struct tensor x, struct tensor h, const struct weight *gate_up,
 	       const struct weight *down, const struct act *act);

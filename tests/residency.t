@@ -82,6 +82,8 @@ if [ -z "${DSPARK_TEST_QUICK-}" ]; then
 	one_case qwen3moe-yarn 8
 	one_case e2e-qwen3moe-parquet 8
 	one_case qwen3-untied-bias-yarn 1
+	one_case glm52-bf16 12
+	one_case glm5-halfsplit-groups 16
 fi
 
 # ---- what a plan can add -----------------------------------------------------------------------------------------------------

@@ -126,6 +126,48 @@ static void guard_attention(struct device *d, struct tensor out, struct tensor q
 	CLOSE;
 }
 
+static void guard_layer_norm(struct device *d, struct tensor out, struct tensor x,
+			     const struct weight *w, const struct weight *bias, float eps,
+			     int64_t width)
+{
+	OPEN;
+	backend_ref.layer_norm(d, out, x, w, bias, eps, width);
+	CLOSE;
+}
+
+static void guard_choose(struct device *d, struct tensor keys, struct tensor q, struct tensor k,
+			 struct tensor w, const struct piece *pieces, int n)
+{
+	OPEN;
+	backend_ref.choose(d, keys, q, k, w, pieces, n);
+	CLOSE;
+}
+
+static void guard_attention_at(struct device *d, struct tensor out, struct tensor q,
+			       struct tensor k, struct tensor v, struct tensor keys,
+			       const struct attention *a, const struct piece *pieces, int n)
+{
+	OPEN;
+	backend_ref.attention_at(d, out, q, k, v, keys, a, pieces, n);
+	CLOSE;
+}
+
+static void guard_product(struct device *d, struct tensor out, struct tensor x, struct tensor y,
+			  const struct grouped *g)
+{
+	OPEN;
+	backend_ref.product(d, out, x, y, g);
+	CLOSE;
+}
+
+static void guard_copy(struct device *d, struct tensor out, int64_t out_step, struct tensor x,
+		       int64_t x_step, int64_t width, int n)
+{
+	OPEN;
+	backend_ref.copy(d, out, out_step, x, x_step, width, n);
+	CLOSE;
+}
+
 static void guard_gate(struct device *d, struct tensor out, struct tensor x, const struct act *a)
 {
 	OPEN;
@@ -194,6 +236,11 @@ static struct backend guard(void)
 	b.norm = guard_norm;
 	b.rope = guard_rope;
 	b.attention = guard_attention;
+	b.layer_norm = guard_layer_norm;
+	b.choose = guard_choose;
+	b.attention_at = guard_attention_at;
+	b.product = guard_product;
+	b.copy = guard_copy;
 	b.gate = guard_gate;
 	b.matmul_gate = guard_matmul_gate;
 	b.add = guard_add;
@@ -356,7 +403,8 @@ static void on_fault(int sig)
 int main(void)
 {
 	static const char *const cases[] = { "qwen3-sliding-v5", "qwen3-untied-bias-yarn",
-					     "qwen3moe-mixed-v5", "qwen3moe-norm" };
+					     "qwen3moe-mixed-v5", "qwen3moe-norm",
+					     "glm52-bf16", "glm5-halfsplit-groups" };
 	const char *top = getenv("top_srcdir");
 	char out[] = "/tmp/dspark-models.XXXXXX", path[4096];
 

@@ -192,6 +192,11 @@ void cpu_give_block(struct cpu *c, void *p, size_t bytes); /* p may be NULL */
 #define cpu_matmul_gate         CPU_NAME(matmul_gate, CPU_VARIANT)
 #define cpu_experts             CPU_NAME(experts, CPU_VARIANT)
 #define cpu_attention           CPU_NAME(attention, CPU_VARIANT)
+#define cpu_choose              CPU_NAME(choose, CPU_VARIANT)
+#define cpu_attention_at        CPU_NAME(attention_at, CPU_VARIANT)
+#define cpu_product             CPU_NAME(product, CPU_VARIANT)
+#define cpu_layer_norm          CPU_NAME(layer_norm, CPU_VARIANT)
+#define cpu_copy                CPU_NAME(copy, CPU_VARIANT)
 #define cpu_act_row             CPU_NAME(act_row, CPU_VARIANT)
 #define cpu_upload              CPU_NAME(upload, CPU_VARIANT)
 #define cpu_store               CPU_NAME(store, CPU_VARIANT)
@@ -266,6 +271,18 @@ void cpu_combine(struct device *d, struct tensor sum, struct tensor y, struct te
 		 struct tensor weights, bool add);
 void cpu_attention(struct device *d, struct tensor out, struct tensor q, struct tensor k,
 		   struct tensor v, const struct attention *a, const struct piece *pieces, int n);
+
+void cpu_choose(struct device *d, struct tensor keys, struct tensor q, struct tensor k,
+		struct tensor w, const struct piece *pieces, int n);
+void cpu_attention_at(struct device *d, struct tensor out, struct tensor q, struct tensor k,
+		      struct tensor v, struct tensor keys, const struct attention *a,
+		      const struct piece *pieces, int n);
+void cpu_product(struct device *d, struct tensor out, struct tensor x, struct tensor y,
+		 const struct grouped *g);
+void cpu_layer_norm(struct device *d, struct tensor out, struct tensor x, const struct weight *w,
+		    const struct weight *bias, float eps, int64_t width);
+void cpu_copy(struct device *d, struct tensor out, int64_t out_step, struct tensor x,
+	      int64_t x_step, int64_t width, int n);
 
 /* Row by row (rowwise.c). a[n] = act(g[n], u[n]). */
 void cpu_act_row(float *restrict a, const float *restrict g, const float *restrict u,

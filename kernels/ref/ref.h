@@ -103,6 +103,12 @@ static inline bool ref_good(const struct device *d)
  */
 int64_t ref_slot_row(struct tensor index, int64_t t, int64_t s, int64_t rows, struct err *e);
 
+/*
+ * How many keys row t of keys [T,K] names; -1 with `e` set where one is no key of the piece or they
+ * do not ascend.
+ */
+int64_t ref_keys_of(struct tensor keys, int64_t t, const struct piece *p, struct err *e);
+
 /* Refuses a weight that verbs could not read as numbers or integers. */
 int ref_weight_usable(const struct weight *w, struct err *e);
 
@@ -133,6 +139,17 @@ void ref_rope(struct device *d, struct tensor x, int heads, const struct weight 
 	      const struct rope *r, struct tensor pos);
 void ref_attention(struct device *d, struct tensor out, struct tensor q, struct tensor k,
 		   struct tensor v, const struct attention *a, const struct piece *pieces, int n);
+void ref_layer_norm(struct device *d, struct tensor out, struct tensor x, const struct weight *w,
+		    const struct weight *bias, float eps, int64_t width);
+void ref_choose(struct device *d, struct tensor keys, struct tensor q, struct tensor k,
+		struct tensor w, const struct piece *pieces, int n);
+void ref_attention_at(struct device *d, struct tensor out, struct tensor q, struct tensor k,
+		      struct tensor v, struct tensor keys, const struct attention *a,
+		      const struct piece *pieces, int n);
+void ref_product(struct device *d, struct tensor out, struct tensor x, struct tensor y,
+		 const struct grouped *g);
+void ref_copy(struct device *d, struct tensor out, int64_t out_step, struct tensor x,
+	      int64_t x_step, int64_t width, int n);
 void ref_gate(struct device *d, struct tensor out, struct tensor x, const struct act *a);
 void ref_add(struct device *d, struct tensor x, struct tensor y);
 void ref_route(struct device *d, struct tensor ids, struct tensor weights, struct tensor logits,

@@ -33,13 +33,17 @@ enum verb {
 	EXPERTS,
 	PICK,
 	COMBINE,
+	CHOOSE,
+	ATTENTION_AT,
+	COPY,
 	STORE,
 	VERBS
 };
 
 static const char *const verb_name[VERBS] = {
 	"rows", "matmul", "norm",    "rope", "attention", "gate",
-	"add",	"route",  "experts", "pick", "combine",	  "store",
+	"add",	"route",  "experts", "pick", "combine",	  "choose",
+	"attention_at", "copy", "store",
 };
 
 static struct {
@@ -77,6 +81,31 @@ static double attention_flops(const struct attention *a, const struct piece *pie
 			int64_t keys = pieces[i].first + j + 1;
 
 			seen += (double)(a->window && keys > a->window ? a->window : keys);
+		}
+	return 2 * seen * a->heads * (a->width + a->value_width);
+}
+
+/* Each key up to a query's own, in each head. */
+static double choose_flops(struct tensor q, const struct piece *pieces, int n)
+{
+	double seen = 0;
+
+	for (int i = 0; i < n; i++)
+		seen += (double)pieces[i].count *
+			((double)pieces[i].first + (double)(pieces[i].count + 1) / 2);
+	return 2 * seen * (double)q.cols;
+}
+
+static double attention_at_flops(struct tensor keys, const struct attention *a,
+				 const struct piece *pieces, int n)
+{
+	double seen = 0;
+
+	for (int i = 0; i < n; i++)
+		for (int64_t j = 0; j < pieces[i].count; j++) {
+			int64_t all = pieces[i].first + j + 1;
+
+			seen += (double)(all < keys.cols ? all : keys.cols);
 		}
 	return 2 * seen * a->heads * (a->width + a->value_width);
 }
@@ -135,6 +164,27 @@ TIMED(combine, COMBINE, 0,
        struct tensor weights, bool add),
       (d, sum, y, index, weights, add))
 
+TIMED(layer_norm, NORM, 0,
+      (struct device * d, struct tensor out, struct tensor x, const struct weight *w,
+       const struct weight *bias, float eps, int64_t width),
+      (d, out, x, w, bias, eps, width))
+TIMED(choose, CHOOSE, choose_flops(q, pieces, n),
+      (struct device * d, struct tensor keys, struct tensor q, struct tensor k, struct tensor w,
+       const struct piece *pieces, int n),
+      (d, keys, q, k, w, pieces, n))
+TIMED(attention_at, ATTENTION_AT, attention_at_flops(keys, a, pieces, n),
+      (struct device * d, struct tensor out, struct tensor q, struct tensor k, struct tensor v,
+       struct tensor keys, const struct attention *a, const struct piece *pieces, int n),
+      (d, out, q, k, v, keys, a, pieces, n))
+TIMED(product, MATMUL, 2.0 * (double)out.rows * g->groups * (double)g->n * (double)g->k,
+      (struct device * d, struct tensor out, struct tensor x, struct tensor y,
+       const struct grouped *g),
+      (d, out, x, y, g))
+TIMED(copy, COPY, 0,
+      (struct device * d, struct tensor out, int64_t out_step, struct tensor x, int64_t x_step,
+       int64_t width, int n),
+      (d, out, out_step, x, x_step, width, n))
+
 /* host_memory, open, close, sync, alloc, free, upload and the four of weights */
 #define UNTIMED 11
 
@@ -153,6 +203,11 @@ static int with_clock(struct backend *out, const struct backend *be, struct err 
 	out->norm = timed_norm;
 	out->rope = timed_rope;
 	out->attention = timed_attention;
+	out->layer_norm = timed_layer_norm;
+	out->choose = timed_choose;
+	out->attention_at = timed_attention_at;
+	out->product = timed_product;
+	out->copy = timed_copy;
 	out->gate = timed_gate;
 	out->add = timed_add;
 	out->route = timed_route;
@@ -426,10 +481,12 @@ static struct shares summarise(struct sheet *s, int n)
 	for (int v = 0; v < VERBS; v++)
 		x.seconds[v] = rig_median(s->seconds[v], n);
 	x.products = x.seconds[MATMUL] + x.seconds[EXPERTS];
-	x.attention = x.seconds[ATTENTION];
+	x.attention = x.seconds[ATTENTION] + x.seconds[ATTENTION_AT] + x.seconds[CHOOSE];
 	x.rest = x.total - x.products - x.attention;
 	x.products_flops = (timed.flops[MATMUL] + timed.flops[EXPERTS]) / x.products;
-	x.attention_flops = timed.flops[ATTENTION] / x.attention;
+	x.attention_flops = (timed.flops[ATTENTION] + timed.flops[ATTENTION_AT] +
+			     timed.flops[CHOOSE]) /
+			    x.attention;
 	return x;
 }
 
@@ -441,18 +498,18 @@ static void print_verbs(const struct window *w, const struct shares *x)
 	       (long long)(w->tokens / w->r->o->length), (long long)w->r->o->length,
 	       (long long)w->r->target.layers, dtype_recipe_name(w->r->o->compute),
 	       w->r->dev.threads, x->total, (double)w->tokens / x->total);
-	printf("%-10s %7s %10s %7s %10s\n", "verb", "calls", "seconds", "share", "GFLOP/s");
+	printf("%-12s %7s %10s %7s %10s\n", "verb", "calls", "seconds", "share", "GFLOP/s");
 	for (int v = 0; v < VERBS; v++) {
 		between -= x->seconds[v];
 		if (!timed.calls[v])
 			continue;
-		printf("%-10s %7lld %10.4f %6.1f%%", verb_name[v], (long long)timed.calls[v],
+		printf("%-12s %7lld %10.4f %6.1f%%", verb_name[v], (long long)timed.calls[v],
 		       x->seconds[v], 100 * x->seconds[v] / x->total);
 		if (timed.flops[v] > 0)
 			printf(" %10.1f", timed.flops[v] / x->seconds[v] / 1e9);
 		printf("\n");
 	}
-	printf("%-10s %7s %10.4f %6.1f%%\n", "between", "", between, 100 * between / x->total);
+	printf("%-12s %7s %10.4f %6.1f%%\n", "between", "", between, 100 * between / x->total);
 }
 
 static json_t *verbs_json(const struct shares *x)
