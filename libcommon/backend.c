@@ -7,7 +7,7 @@
 #include <config.h>
 #endif
 
-#include "backend.h"
+#include "quant.h"
 
 /*
  * Packed products may pad both sizes to whole blocks; a handle with what an allocator rounds up,
@@ -22,6 +22,16 @@ static uint64_t blocks(int64_t n)
 	return ((uint64_t)n + BLOCK - 1) / BLOCK;
 }
 
+/* 64 rows of codes, and of their scales which is whose. */
+static uint64_t quant_bytes(const struct weight *w)
+{
+	const struct quant *q = w->quant;
+
+	return BLOCK * quant_row_bytes(q, (int64_t)blocks(w->cols) * BLOCK) + BLOCK +
+	       (uint64_t)QUANT_SCALE_ROWS(q) * (uint64_t)quant_blocks(q, w->cols) *
+		       dtype_size(q->scale);
+}
+
 uint64_t weight_bytes(const struct weight *w, enum dtype compute)
 {
 	uint64_t count = (uint64_t)w->count, plain = count * (uint64_t)w->rows * (uint64_t)w->cols;
@@ -31,6 +41,8 @@ uint64_t weight_bytes(const struct weight *w, enum dtype compute)
 	switch (w->use) {
 	case USE_PRODUCT:
 	case USE_GATED:
+		if (w->quant)
+			return HANDLE + count * blocks(w->rows) * (RECORD + quant_bytes(w));
 		return HANDLE +
 		       count * blocks(w->rows) *
 			       (RECORD +

@@ -88,6 +88,13 @@ struct quant {
 };
 
 /*
+ * Different rows of scales among 64 rows of a weight: blocks begin anew with every part of it, of
+ * which there are at most 4.
+ */
+#define QUANT_SCALE_ROWS(q) \
+	((q)->block_rows > 1 && 64 / (q)->block_rows + 8 < 64 ? 64 / (q)->block_rows + 8 : 64)
+
+/*
  * A table that is not in device memory. rows puts rows ids[0..n) of it to host memory `dst`, n x
  * cols elements as stored, packed; 0, or -1 with `e` set. The verb `rows` asks from the thread that
  * called it, as often as it likes, for ids that it has held against the table's rows.
@@ -239,9 +246,11 @@ struct backend {
 	 * threads; ready ends the filling. A matrix of which no row was filled takes no memory as
 	 * far as the system allows, and may not be used; the missing rows of others are zero. free
 	 * is legal on a weight without handle. `src` holds n rows as stored: n*cols host elements
-	 * of dtype `from`, converted to what the weight needs, or their codes where w->quant is
-	 * set. `scales` [n, ceil(cols / block_cols)] of quant->scale, one row for each weight row
-	 * (block rows are repeated by the caller), NULL for plain weights.
+	 * of dtype `from`, converted to what the weight needs, or their codes (quant_row_bytes a
+	 * row) where w->quant is set. `scales` [n, ceil(cols / block_cols)] of quant->scale are
+	 * NULL for plain weights, else one row for each weight row: block rows are repeated by the
+	 * caller, and 64 rows from a multiple of 64 on have at most QUANT_SCALE_ROWS different
+	 * ones.
 	 */
 	int (*weight_alloc)(struct device *d, struct weight *w, struct err *e);
 	int (*weight_fill)(struct device *d, struct weight *w, int64_t index, int64_t row0,

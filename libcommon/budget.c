@@ -9,7 +9,9 @@
 #include "budget.h"
 #include "checkpoint.h"
 #include "err.h"
+#include "loader.h"
 #include "mem.h"
+#include "quant.h"
 #include "weights.h"
 
 #define BLOCK_BYTES (256u << 20)
@@ -21,6 +23,8 @@ struct budget_weight {
 	enum shard shard;
 	bool known;      /* from config.json: nothing is read */
 	uint64_t stored; /* bytes in the checkpoint of one row of one matrix */
+	uint64_t grids;  /* of the scales of one matrix */
+	uint64_t strip;  /* of one row of a grid, 0 = no scales */
 };
 
 /* ---- the walk -------------------------------------------------------------------------------- */
@@ -29,7 +33,8 @@ struct walker {
 	struct weight_walk walk; /* first */
 	struct budget *b;
 	const struct checkpoint *c;
-	uint64_t stored; /* of the weight under way, whole */
+	uint64_t stored, grids; /* of the weight under way, whole */
+	uint64_t strip;
 };
 
 static void use(struct walker *w, const struct entry *t)
@@ -51,8 +56,11 @@ static int count_source(void *ctx, const struct weight_source *src, struct err *
 		return 0;
 	w->stored += (uint64_t)src->rows * entry_row_bytes(src->entry);
 	use(w, src->entry);
-	if (src->scale)
+	if (src->scale && src->scale->ndim >= 0) {
+		w->grids += src->scale->end - src->scale->begin;
+		w->strip = entry_row_bytes(src->scale);
 		use(w, src->scale);
+	}
 	return 0;
 }
 
@@ -66,7 +74,7 @@ static int visit(struct weight_walk *walk, const struct weight_spec *s, struct e
 
 	if (mem_grow(&b->weight, &b->cap, b->n + 1, sizeof *b->weight, e))
 		return -1;
-	w->stored = 0;
+	w->stored = w->grids = w->strip = 0;
 	if (weight_resolve(s, &w->c->catalogue, &storage, count_source, w, e))
 		return -1;
 	*s->field = (struct weight){ .count = storage.stored == DT_NONE ? 0 : s->count,
@@ -86,6 +94,8 @@ static int visit(struct weight_walk *walk, const struct weight_spec *s, struct e
 				     .known = s->data };
 	x->stored = w->stored ? w->stored / (uint64_t)rows
 			      : (uint64_t)s->cols * dtype_size(storage.stored);
+	x->grids = w->grids / (uint64_t)s->count;
+	x->strip = w->strip;
 	return 0;
 }
 
@@ -138,6 +148,14 @@ static int64_t block_of(int64_t experts, const struct budget_choice *c)
 	return c->block && c->mesh.ep == 1 && c->block < experts ? c->block : experts;
 }
 
+/* Scales that n rows of the stack need: whole grids of the matrices that they touch. */
+static uint64_t grids_of(const struct budget_weight *x, int64_t n)
+{
+	int64_t touched = n ? n / x->shape.rows + 2 : 0;
+
+	return (uint64_t)(touched < x->shape.count ? touched : x->shape.count) * x->grids;
+}
+
 static void add_weight(const struct budget *b, const struct budget_choice *c,
 		       const struct budget_weight *x, int share, struct size *u)
 {
@@ -156,8 +174,12 @@ static void add_weight(const struct budget *b, const struct budget_choice *c,
 		return;
 	u->members = members;
 	stage_share(&c->mesh, share, x->shard, x->shape.count, x->shape.rows, &first, &n);
-	u->own += (uint64_t)n * x->stored;
+	u->own += (uint64_t)n * x->stored + grids_of(x, n);
 	u->wire += (uint64_t)(block * x->shape.rows) * x->stored;
+	if (x->strip)
+		u->wire += (uint64_t)block *
+			   loader_scale_bytes(x->grids, x->strip,
+					      (uint64_t)x->shape.rows * x->stored, members);
 }
 
 /* Weights of a unit follow one another in the walk. */

@@ -57,6 +57,33 @@ static inline uint16_t dtype_f32_to_bf16(float f)
 	return (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
 }
 
+/*
+ * 1 sign, 4 exponent, 3 mantissa bits, bias 7, subnormal down to 2^-9, no infinity; 0x7F and 0xFF
+ * are NaN.
+ */
+static inline float dtype_f8_e4m3_to_f32(uint8_t c)
+{
+	uint32_t a = c & 0x7f, u = (a << 20) + (120u << 23);
+	float f;
+
+	if (a == 0x7f)
+		u = 0x7fc00000u;
+	memcpy(&f, &u, sizeof f);
+	if (a < 8)
+		f = (float)a * 0x1p-9f;
+	return c & 0x80 ? -f : f;
+}
+
+/* 2^(c - 127); 255 is NaN. */
+static inline float dtype_f8_e8m0_to_f32(uint8_t c)
+{
+	uint32_t u = c == 255 ? 0x7fc00000u : c ? (uint32_t)c << 23 : 0x400000u;
+	float f;
+
+	memcpy(&f, &u, sizeof f);
+	return f;
+}
+
 float dtype_f16_to_f32(uint16_t h);
 uint16_t dtype_f32_to_f16(float f);
 

@@ -15,6 +15,7 @@
 #include "err.h"
 #include "loader.h"
 #include "mem.h"
+#include "quant.h"
 
 #define PIECE_BYTES (1u << 20)
 /*
@@ -81,6 +82,8 @@ struct loader {
 
 static uint64_t row_bytes(const struct bound *b, const struct weight_source *src)
 {
+	if (src->quant)
+		return quant_row_bytes(src->quant, b->field->cols);
 	return (uint64_t)b->field->cols * dtype_size(src->entry->dtype);
 }
 
@@ -172,9 +175,41 @@ static int cut(struct load *x, struct err *e)
 	return 0;
 }
 
-static uint64_t piece_bytes(const struct load *x, const struct part *p)
+/* Of the piece's rows alone; with the room up to its scales, which may be read where they lie. */
+static uint64_t data_bytes(const struct load *x, const struct part *p)
 {
 	return (uint64_t)p->rows * row_bytes(x->u->bound[p->which], p->source);
+}
+
+static uint64_t scales_at(const struct load *x, const struct part *p)
+{
+	return (data_bytes(x, p) + ALIGN - 1) / ALIGN * ALIGN;
+}
+
+/* The rows of its tensor's grid that a piece needs; blocks count from the tensor's first row. */
+static int64_t first_strip(const struct part *p)
+{
+	return p->from / p->source->quant->block_rows;
+}
+
+static int64_t strips(const struct part *p)
+{
+	return (p->from + p->rows - 1) / p->source->quant->block_rows - first_strip(p) + 1;
+}
+
+static uint64_t piece_bytes(const struct load *x, const struct part *p)
+{
+	if (!p->source->scale)
+		return data_bytes(x, p);
+	return scales_at(x, p) + (uint64_t)strips(p) * entry_row_bytes(p->source->scale);
+}
+
+/* Pieces of gate and up go in step: either may end where the other has to. */
+uint64_t loader_scale_bytes(uint64_t grids, uint64_t strip, uint64_t bytes, int members)
+{
+	uint64_t pieces = 2 * (bytes / PIECE_BYTES + WEIGHT_PARTS + (uint64_t)members);
+
+	return grids + pieces * (2 * strip + ALIGN);
 }
 
 /* Only the loader's thread has the buffer that waits. */
@@ -263,12 +298,10 @@ static int hold(struct loader *l, const struct entry *t, struct held *h, struct 
 	return p ? 0 : -1;
 }
 
-static int fetch(struct loader *l, const struct load *x, const struct part *p, char *to,
-		 struct err *e)
+/* Bytes [off, off + n) of what is held of an entry. */
+static int fetch_bytes(struct loader *l, const struct load *x, const struct part *p,
+		       const struct entry *t, uint64_t off, uint64_t n, char *to, struct err *e)
 {
-	const struct entry *t = p->source->entry;
-	uint64_t n = piece_bytes(x, p), off = entry_offset(x, p);
-
 	if (l->held && p->member >= 0 && !x->u->stays) {
 		struct held *h = &l->held[t - l->w->stage->entry];
 
@@ -285,11 +318,79 @@ static int fetch(struct loader *l, const struct load *x, const struct part *p, c
 	return 0;
 }
 
+static int fetch(struct loader *l, const struct load *x, const struct part *p, char *to,
+		 struct err *e)
+{
+	const struct entry *scale = p->source->scale;
+	uint64_t strip = scale ? entry_row_bytes(scale) : 0;
+
+	if (fetch_bytes(l, x, p, p->source->entry, entry_offset(x, p), data_bytes(x, p), to, e))
+		return -1;
+	return scale ? fetch_bytes(l, x, p, scale, (uint64_t)(first_strip(p) - scale->row0) * strip,
+				   (uint64_t)strips(p) * strip, to + scales_at(x, p), e)
+		     : 0;
+}
+
+/* A thread's room: for pieces that pass through, and for what is made of them. */
+struct room {
+	char *p;
+	size_t size;
+};
+
+static char *room_for(struct room *r, size_t n, struct err *e)
+{
+	if (n > r->size) {
+		free(r->p);
+		r->p = mem_aligned(n, e);
+		r->size = r->p ? n : 0;
+	}
+	return r->p;
+}
+
+/* The scales of row i of a piece whose bytes are at `from`. */
+static const char *scales_of(const struct load *x, const struct part *p, const char *from,
+			     int64_t i)
+{
+	int64_t strip = (p->from + i) / p->source->quant->block_rows - first_strip(p);
+
+	return from + scales_at(x, p) + (uint64_t)strip * entry_row_bytes(p->source->scale);
+}
+
+/* Codes stay codes where all of the weight is packed alike, else they become numbers here. */
+static int fill_packed(struct loader *l, const struct load *x, const struct part *p,
+		       const char *from, struct room *made, struct err *e)
+{
+	struct device *d = l->w->dev;
+	struct weight *w = &x->weight[p->which];
+	const struct quant *q = p->source->quant;
+	uint64_t codes = row_bytes(x->u->bound[p->which], p->source),
+		 strip = entry_row_bytes(p->source->scale),
+		 each = w->quant ? strip : (uint64_t)w->cols * sizeof(float);
+	char *to = room_for(made, (size_t)p->rows * each, e);
+
+	for (int64_t i = 0; to && i < p->rows; i++) {
+		const char *scales = scales_of(x, p, from, i);
+
+		if (w->quant)
+			memcpy(to + (uint64_t)i * each, scales, strip);
+		else
+			quant_values((float *)(to + (uint64_t)i * each), q,
+				     from + (uint64_t)i * codes, scales, w->cols);
+	}
+	if (!to)
+		return -1;
+	return w->quant ? d->be->weight_fill(d, w, p->index, p->row, p->rows, from,
+					     p->source->entry->dtype, to, e)
+			: d->be->weight_fill(d, w, p->index, p->row, p->rows, to, DT_F32, NULL, e);
+}
+
 static int fill(struct loader *l, struct load *x, const struct part *p, const char *from,
-		struct err *e)
+		struct room *made, struct err *e)
 {
 	struct device *d = l->w->dev;
 
+	if (p->source->quant)
+		return fill_packed(l, x, p, from, made, e);
 	return d->be->weight_fill(d, &x->weight[p->which], p->index, p->row, p->rows, from,
 				  p->source->entry->dtype, NULL, e);
 }
@@ -307,33 +408,23 @@ static struct part *next_piece(struct load *x)
 	return NULL;
 }
 
-/* A thread's room for pieces that pass through. */
-struct room {
-	char *p;
-	size_t size;
-};
-
 static int one_piece(struct loader *l, struct load *x, const struct part *p, bool filling,
-		     struct room *room, struct err *e)
+		     struct room room[2], struct err *e)
 {
-	size_t n = piece_bytes(x, p);
+	char *to;
 
 	if (!filling)
 		return fetch(l, x, p, x->wire + p->wire, e);
 	if (p->member >= 0)
-		return fill(l, x, p, x->wire + p->wire, e);
-	if (n > room->size) {
-		free(room->p);
-		room->p = mem_aligned(n, e);
-		room->size = room->p ? n : 0;
-	}
-	return !room->p || fetch(l, x, p, room->p, e) ? -1 : fill(l, x, p, room->p, e);
+		return fill(l, x, p, x->wire + p->wire, &room[1], e);
+	to = room_for(&room[0], piece_bytes(x, p), e);
+	return !to || fetch(l, x, p, to, e) ? -1 : fill(l, x, p, to, &room[1], e);
 }
 
 /* Takes pieces of the load's present state until none is left. */
 static void work(struct loader *l, struct load *x)
 {
-	struct room room = { NULL, 0 };
+	struct room room[2] = { { NULL, 0 }, { NULL, 0 } };
 	enum load_state state;
 	struct part *p;
 
@@ -345,7 +436,7 @@ static void work(struct loader *l, struct load *x)
 
 		x->busy++;
 		pthread_mutex_unlock(&l->lock);
-		one_piece(l, x, p, state == FILLING, &room, &e);
+		one_piece(l, x, p, state == FILLING, room, &e);
 		pthread_mutex_lock(&l->lock);
 		if (e.code && !l->err.code)
 			l->err = e;
@@ -353,7 +444,8 @@ static void work(struct loader *l, struct load *x)
 			pthread_cond_broadcast(&l->turn);
 	}
 	pthread_mutex_unlock(&l->lock);
-	free(room.p);
+	free(room[0].p);
+	free(room[1].p);
 }
 
 struct helper {
@@ -432,7 +524,7 @@ static void ask_ahead(struct loader *l, const struct load *x)
 
 	for (size_t i = 0; i < x->npieces && left; i++) {
 		const struct part *p = &x->piece[i];
-		uint64_t n = piece_bytes(x, p);
+		uint64_t n = data_bytes(x, p);
 
 		if (p->member >= 0 && (p->member != rank_in(x->u) || l->held))
 			continue;

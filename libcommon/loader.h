@@ -12,7 +12,8 @@
  * cache; a caller that has to wait takes pieces too, with all threads of the device.
  *
  * The wire holds the parts of the members one behind the other, each the pieces of the rows that
- * the member holds, as stored, in the order of the walk.
+ * the member holds, as stored, in the order of the walk. Behind the codes of a piece stand the rows
+ * of its tensor's grid that it needs: who receives codes needs no grid of his own.
  */
 #ifndef DSPARK_LOADER_H
 #define DSPARK_LOADER_H
@@ -36,6 +37,12 @@ int loader_take(struct loader *l, struct load *load, struct err *e);
 
 /* Starts or moves on the gather of the load under way. */
 int loader_poll(struct loader *l, struct err *e);
+
+/*
+ * What the scales of a packed matrix take on the wire at most: its grids once, and a row of one
+ * (`strip` bytes) more at both ends of each piece of its `bytes` of codes, and gaps.
+ */
+uint64_t loader_scale_bytes(uint64_t grids, uint64_t strip, uint64_t bytes, int members);
 
 uint64_t loader_read(struct loader *l);		/* bytes from the stage so far */
 

@@ -217,39 +217,157 @@ static int check_shape(const struct resolver *r, const struct entry *t, bool fus
 	return wrong_shape(r, t, flat, s->vector ? 1 : 2, e);
 }
 
-static int check_dtype(const struct resolver *r, const struct entry *t, struct err *e)
-{
-	bool raw = r->spec->kind == WEIGHT_RAW;
-	enum dtype *stored = &r->out->stored;
+/* How one tensor is stored. */
+struct layout {
+	enum dtype stored;
+	const struct quant *quant; /* NULL = plain */
+	const struct entry *scale;
+};
 
-	if (t->ndim < 0)
+/* What is stored in one layout stays so; else, and where dtypes differ, it becomes the widest. */
+static void take_layout(const struct resolver *r, const struct layout *l)
+{
+	struct weight_storage *out = r->out;
+
+	if (out->stored == DT_NONE)
+		*out = (struct weight_storage){ l->stored, l->quant };
+	else if (out->stored != l->stored || out->quant != l->quant)
+		*out = (struct weight_storage){ r->spec->kind == WEIGHT_RAW ? DT_I64 : DT_F32,
+						NULL };
+}
+
+static bool is_packed(enum dtype d)
+{
+	return d == DT_F8_E4M3 || d == DT_F8_E5M2 || d == DT_I8 || d == DT_U8;
+}
+
+/* "X.weight" with another end; false where a name has no such end. */
+static bool scale_name(char out[WEIGHT_NAME + 32], const char *name, const struct quant *q)
+{
+	size_t n = strlen(name), end = strlen(".weight");
+
+	if (n < end || strcmp(name + n - end, ".weight"))
+		return false;
+	snprintf(out, WEIGHT_NAME + 32, "%.*s%s", (int)(n - end), name, q->scale_suffix);
+	return true;
+}
+
+static int check_grid(const struct resolver *r, const struct entry *t, int64_t rows,
+		      const struct layout *l, struct err *e)
+{
+	const struct quant *q = l->quant;
+	int64_t want[] = { (rows + q->block_rows - 1) / q->block_rows,
+			   (r->spec->cols + q->block_cols - 1) / q->block_cols };
+	struct text have = TEXT_INIT, need = TEXT_INIT;
+
+	if (l->scale->ndim < 0 || (l->scale->ndim == 2 && l->scale->shape[0] == want[0] &&
+				   l->scale->shape[1] == want[1]))
+		return 0;
+	shape_text(&have, l->scale->shape, l->scale->ndim);
+	shape_text(&need, want, 2);
+	err_refuse(e,
+		   "scales '%s' of '%s' have shape %s, but blocks of %d x %d, as config.json says, "
+		   "give '%s' a grid of %s",
+		   l->scale->name, r->catalogue->path, have.s ? have.s : "?", q->block_rows,
+		   q->block_cols, t->name, need.s ? need.s : "?");
+	text_release(&have);
+	text_release(&need);
+	return -1;
+}
+
+/*
+ * The layout among the spec's whose scales stand beside tensor `t`: of a tensor that an estimate
+ * knows by name alone, their presence makes it packed.
+ */
+static int find_scales(const struct resolver *r, const struct entry *t, struct layout *l,
+		       struct err *e)
+{
+	const struct quant *const *q = r->spec->quants;
+	const struct entry *other = NULL;
+	char name[WEIGHT_NAME + 32];
+
+	for (; q && *q && !l->scale; q++) {
+		const struct entry *s;
+
+		if (!scale_name(name, t->name, *q) ||
+		    !(s = r->catalogue->find(r->catalogue, name)))
+			continue;
+		other = s;
+		if (s->ndim < 0 || s->dtype == (*q)->scale)
+			*l = (struct layout){ DT_F8_E4M3, *q, s };
+	}
+	if (other && !l->scale)
+		return err_refuse(e, "scales '%s' of '%s' are stored as %s, which cannot be scales",
+				  other->name, r->catalogue->path, dtype_name(other->dtype));
+	return 0;
+}
+
+static int refuse_packed(const struct resolver *r, const struct entry *t, bool fused,
+			 struct err *e)
+{
+	const struct quant *const *q = r->spec->quants;
+	char name[WEIGHT_NAME + 32];
+	const char *why = fused ? "packed experts have to be one tensor each" :
+		       !q || !*q
+			       ? "config.json does not say how (quantization_config), or this "
+				 "version has it plain only"
+			       : "only F8_E4M3 with scales is read";
+
+	if (!fused && q && *q && t->dtype == DT_F8_E4M3 && scale_name(name, t->name, *q))
+		return err_refuse(e,
+				  "tensor '%s' of '%s' is stored as %s, but its scales '%s' are "
+				  "missing",
+				  t->name, r->catalogue->path, dtype_name(t->dtype), name);
+	return err_refuse(e, "tensor '%s' of '%s' is stored as %s, packed (quantised): %s; "
+			  "use the BF16 checkpoint",
+			  t->name, r->catalogue->path, dtype_name(t->dtype), why);
+}
+
+/* `rows` that the tensor has by itself. */
+static int check_dtype(struct resolver *r, const struct entry *t, bool fused, int64_t rows,
+		       struct layout *l, struct err *e)
+{
+	bool raw = r->spec->kind == WEIGHT_RAW, known = t->ndim >= 0;
+
+	*l = (struct layout){ known ? t->dtype : DT_NONE, NULL, NULL };
+	if (!fused && find_scales(r, t, l, e))
+		return -1;
+	if (l->scale && known && t->dtype != DT_F8_E4M3)
+		return err_refuse(e,
+				  "tensor '%s' of '%s' is stored as %s, but has scales '%s' as if "
+				  "it were packed in F8_E4M3",
+				  t->name, r->catalogue->path, dtype_name(t->dtype),
+				  l->scale->name);
+	if (l->scale) {
+		if (check_grid(r, t, rows, l, e))
+			return -1;
+		take_layout(r, l);
+		return 0;
+	}
+	if (!known)
 		return 0;
 	if (raw ? t->dtype == DT_I64 || t->dtype == DT_I32
 		: t->dtype == DT_F32 || t->dtype == DT_BF16 || t->dtype == DT_F16) {
-		if (*stored == DT_NONE)
-			*stored = t->dtype;
-		else if (*stored != t->dtype)
-			*stored = raw ? DT_I64 : DT_F32;
+		take_layout(r, l);
 		return 0;
 	}
-	if (t->dtype == DT_F8_E4M3 || t->dtype == DT_F8_E5M2 || t->dtype == DT_I8 ||
-	    t->dtype == DT_U8)
-		return err_refuse(e,
-				  "tensor '%s' of '%s' is stored as %s: packed (quantised) weights "
-				  "are not supported in this version; "
-				  "use the BF16 checkpoint",
-				  t->name, r->catalogue->path, dtype_name(t->dtype));
+	if (is_packed(t->dtype))
+		return refuse_packed(r, t, fused, e);
 	return err_refuse(e, "tensor '%s' of '%s' is stored as %s, which cannot be a %s weight",
 			  t->name, r->catalogue->path, dtype_name(t->dtype),
 			  raw ? "integer" : "floating-point");
 }
 
-static int give(const struct resolver *r, const struct entry *t, int64_t index, int64_t row0,
-		int64_t rows, int64_t from, struct err *e)
+static int give(const struct resolver *r, const struct entry *t, const struct layout *l,
+		int64_t index, int64_t row0, int64_t rows, int64_t from, struct err *e)
 {
-	struct weight_source src = {
-		.entry = t, .index = index, .row0 = row0, .rows = rows, .from = from
-	};
+	struct weight_source src = { .entry = t,
+				     .scale = l->scale,
+				     .quant = l->quant,
+				     .index = index,
+				     .row0 = row0,
+				     .rows = rows,
+				     .from = from };
 
 	return r->each ? r->each(r->ctx, &src, e) : 0;
 }
@@ -283,6 +401,7 @@ static int resolve_part(struct resolver *r, const struct weight_part *p, int64_t
 {
 	char name[WEIGHT_NAME + 16];
 	const struct entry *t = find_part(r, p, r->spec->first + index, name);
+	struct layout l;
 
 	if (!t) {
 		r->absent++;
@@ -296,19 +415,20 @@ static int resolve_part(struct resolver *r, const struct weight_part *p, int64_t
 			"tensor '%s' of '%s' stands alone: others of the same weight are missing",
 			name, r->catalogue->path);
 	r->found++;
-	if (check_shape(r, t, false, p->rows, e) || check_dtype(r, t, e))
+	if (check_shape(r, t, false, p->rows, e) || check_dtype(r, t, false, p->rows, &l, e))
 		return -1;
-	return give(r, t, index, row0, p->rows, 0, e);
+	return give(r, t, &l, index, row0, p->rows, 0, e);
 }
 
-static int resolve_fused(const struct resolver *r, const struct entry *t, struct err *e)
+static int resolve_fused(struct resolver *r, const struct entry *t, struct err *e)
 {
 	const struct weight_spec *s = r->spec;
+	struct layout l;
 
-	if (check_shape(r, t, true, s->rows, e) || check_dtype(r, t, e))
+	if (check_shape(r, t, true, s->rows, e) || check_dtype(r, t, true, s->rows, &l, e))
 		return -1;
 	for (int64_t i = 0; i < held(s); i++)
-		if (give(r, t, i, 0, s->rows, (s->first + i) * s->rows, e))
+		if (give(r, t, &l, i, 0, s->rows, (s->first + i) * s->rows, e))
 			return -1;
 	return 0;
 }
@@ -328,12 +448,17 @@ static int resolve_parts(struct resolver *r, struct err *e)
 }
 
 /*
- * An estimate takes what it cannot see for what is published: BF16, but FP32 and integer weights as
- * they must be.
+ * An estimate takes what it cannot see for what is published: packed as config.json says, or BF16,
+ * but FP32 and integer weights as they must be.
  */
-static enum dtype usual_dtype(const struct weight_spec *s)
+static struct weight_storage usual_storage(const struct weight_spec *s)
 {
-	return s->kind == WEIGHT_RAW ? DT_I64 : s->kind == WEIGHT_FP32 ? DT_F32 : DT_BF16;
+	if (s->quants && s->quants[0])
+		return (struct weight_storage){ DT_F8_E4M3, s->quants[0] };
+	return (struct weight_storage){ s->kind == WEIGHT_RAW     ? DT_I64
+					: s->kind == WEIGHT_FP32 ? DT_F32
+								 : DT_BF16,
+					NULL };
 }
 
 int weight_resolve(const struct weight_spec *s, const struct catalogue *c,
@@ -350,7 +475,7 @@ int weight_resolve(const struct weight_spec *s, const struct catalogue *c,
 		return 0;
 	}
 	if (s->derived && !c->staged) {
-		out->stored = usual_dtype(s);
+		*out = usual_storage(s);
 		return 0;
 	}
 	if (fused ? resolve_fused(&r, fused, e) : resolve_parts(&r, e))
@@ -358,7 +483,7 @@ int weight_resolve(const struct weight_spec *s, const struct catalogue *c,
 	if (!fused && !s->nparts && !s->optional && !c->partial)
 		return missing(&r, s->fused, e);
 	if (out->stored == DT_NONE && c->partial && !s->optional)
-		out->stored = usual_dtype(s);
+		*out = usual_storage(s);
 	return 0;
 }
 

@@ -65,7 +65,7 @@ struct weight_spec {
 	 * unless optional
 	 */
 	char fused[WEIGHT_NAME];
-	/* NULL-ended list of accepted packed storages, NULL = plain only */
+	/* NULL-ended list of accepted packed storages (quant.h), NULL or empty = plain only */
 	const struct quant *const *quants;
 	bool optional;	/* absent altogether (some parts alone are refused): field->count = 0 */
 	/* known from config.json: the model's host memory, not read; NULL = read */
@@ -128,7 +128,8 @@ struct weight_storage {
  * Finds every tensor of a spec, checks names, shapes and dtypes, and calls `each` (may be NULL) for
  * every source in order (index, then row0). Refuses a missing tensor, a wrong shape, a dtype that
  * is not its kind's, an optional weight of which only parts exist, and packed storage outside
- * `quants`. This version reads no packed storage: all of it is refused.
+ * `quants`: codes without scales, scales without codes, and a grid that is not what the blocks
+ * give. Whether a tensor is packed is told by its scales standing beside it.
  */
 int weight_resolve(const struct weight_spec *s, const struct catalogue *c,
 		   struct weight_storage *out,

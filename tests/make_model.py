@@ -6,6 +6,8 @@
     make_model.py --type qwen3_moe --experts 8 --topk 2 DIR
     make_model.py --layers 28 --hidden 1024 --heads 16 --kv 8 --head-dim 128 \\
         --intermediate 3072 --vocab 151936 --files 2 DIR     the shape of Qwen3-0.6B, 1.2 GB
+    make_model.py --fp8 128,128 DIR                          projections as FP8 codes with scales
+    make_model.py --fp8 128,128 --expanded DIR               the same numbers as F32
 
 The same options give the same bytes on any machine: a tensor's values depend on --seed and its name
 alone, never on the file split, and come from integer arithmetic on a raw PCG64 stream. Tensors are
@@ -29,7 +31,9 @@ DTYPES = {
     "f16": ("F16", "float16", 2),
     "f32": ("F32", "float32", 4),
 }
-NAN = {"bf16": b"\xc0\x7f", "f16": b"\x00\x7e", "f32": b"\x00\x00\xc0\x7f"}
+SIZE = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "F8_E8M0": 1, "U8": 1}
+NAN = {"BF16": b"\xc0\x7f", "F16": b"\x00\x7e", "F32": b"\x00\x00\xc0\x7f", "F8_E4M3": b"\x7f"}
+SCALES = {"f32": "F32", "e8m0": "F8_E8M0", "u8": "U8"}
 
 
 def stream(seed, name):
@@ -52,6 +56,16 @@ def encode(x, dtype):
         return x.astype("<f2").tobytes()
     bits = x.view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes()  # to nearest even
+
+
+def f8_numbers():
+    """float32 [256]: sign, 4 bits of exponent, 3 of mantissa, bias 7."""
+    c = np.arange(256)
+    exponent, mantissa = c >> 3 & 15, c & 7
+    x = np.where(
+        exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent.astype(float) - 10)
+    )
+    return np.where(c & 128, -x, x).astype(np.float32)
 
 
 def tensors(a):
@@ -156,6 +170,13 @@ def config(a):
                 "router_aux_loss_coef": 0.001,
             }
         )
+    if a.fp8 and not a.expanded:
+        c["quantization_config"] = {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "quant_method": "fp8",
+            "weight_block_size": a.fp8,
+        }
     for key, value in a.set:
         c[key] = value
     for key in a.unset:
@@ -172,72 +193,146 @@ def layer_types(a, first):
 
 def split(a, plan):
     """Cut the tensors into at most --files runs of about equal bytes; a layer may lie in two."""
-    size = DTYPES[a.dtype][2]
-    total = sum(math.prod(t[1]) * size for t in plan)
+    total = sum(nbytes(t) for t in plan)
     files, done = [[]], 0
     for t in plan:
         if files[-1] and done >= total * len(files) / a.files and len(files) < a.files:
             files.append([])
         files[-1].append(t)
-        done += math.prod(t[1]) * size
+        done += nbytes(t)
     return files, total
 
 
-def header(a, group):
+def nbytes(t):
+    return math.prod(t.shape) * SIZE[t.dtype]
+
+
+class Tensor:
+    """A tensor of the files: how it is stored, and its bytes piece by piece."""
+
+    def __init__(self, a, name, shape, mean, std):
+        self.a, self.name, self.shape, self.mean, self.std = a, name, shape, mean, std
+        self.dtype = DTYPES[a.dtype][0]
+
+    def pieces(self):
+        bits, left = stream(self.a.seed, self.name), math.prod(self.shape)
+        while left > 0:
+            n = min(left, PIECE)
+            yield self.encode(bits.random_raw(n))
+            left -= n
+
+    def encode(self, raw):
+        x = bell(raw) * np.float32(self.std) + np.float32(self.mean)
+        return encode(x.astype(np.float32), self.a.dtype)
+
+
+class Codes(Tensor):
+    """All code points but NaN, equally often; their root mean square is about 100."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.dtype = "F32" if self.a.expanded else "F8_E4M3"
+        self.scales, self.at = Scales(self), 0
+
+    def encode(self, raw):
+        code = (raw & np.uint64(255)).astype(np.uint8)
+        code[code & 127 == 127] -= 1
+        if not self.a.expanded:
+            return code.tobytes()
+        (rows, cols), grid = self.a.fp8, self.scales.grid()
+        i = self.at + np.arange(raw.size)
+        self.at += raw.size
+        r, c = i // self.shape[1], i % self.shape[1]
+        return (f8_numbers()[code] * grid[r // rows, c // cols]).astype("<f4").tobytes()
+
+
+class Scales(Tensor):
+    def __init__(self, of):
+        rows, cols = of.a.fp8
+        shape = [-(-of.shape[0] // rows), -(-of.shape[1] // cols)]
+        super().__init__(of.a, of.name + "_scale_inv", shape, 0, of.std / 100)
+        self.dtype = SCALES[self.a.fp8_scales]
+
+    def encode(self, raw):
+        u = (raw >> np.uint64(40)).astype(np.float32) / np.float32(2**24)
+        if self.dtype == "F32":
+            return ((u + np.float32(0.5)) * np.float32(self.std)).astype("<f4").tobytes()
+        return (127 + math.frexp(self.std)[1] - (u * 3).astype(np.int64)).astype("u1").tobytes()
+
+    def grid(self):
+        raw = b"".join(self.pieces())
+        if self.dtype == "F32":
+            return np.frombuffer(raw, "<f4").reshape(self.shape)
+        return np.exp2(np.frombuffer(raw, "u1").astype(np.float32) - 127).reshape(self.shape)
+
+
+def stored(a):
+    """The tensors as the files hold them."""
+    apart = []
+    for name, shape, mean, std in tensors(a):
+        if name in a.drop:
+            continue
+        shape = a.reshape.get(name, shape)
+        if a.fp8 and name.endswith("_proj.weight") and not any(p in name for p in a.plain):
+            t = Codes(a, name, shape, mean, std)
+            yield t
+            if a.expanded or t.scales.name in a.drop:
+                continue
+            t.scales.shape = a.reshape.get(t.scales.name, t.scales.shape)
+            if a.scales_apart:
+                apart.append(t.scales)
+            else:
+                yield t.scales
+        else:
+            yield Tensor(a, name, shape, mean, std)
+    yield from apart
+
+
+def header(group):
     entries, at = {"__metadata__": {"format": "pt"}}, 0
-    for name, shape, _, _ in group:
-        end = at + math.prod(shape) * DTYPES[a.dtype][2]
-        entries[name] = {"dtype": DTYPES[a.dtype][0], "shape": shape, "data_offsets": [at, end]}
+    for t in group:
+        end = at + nbytes(t)
+        entries[t.name] = {"dtype": t.dtype, "shape": t.shape, "data_offsets": [at, end]}
         at = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text, at
 
 
-def values(a, name, shape, mean, std):
-    bits, left = stream(a.seed, name), math.prod(shape)
-    while left > 0:
-        n = min(left, PIECE)
-        x = bell(bits.random_raw(n)) * np.float32(std) + np.float32(mean)
-        yield encode(x.astype(np.float32), a.dtype)
-        left -= n
-
-
 def write_file(a, path, group):
-    head, size = header(a, group)
+    head, size = header(group)
     with open(path, "wb") as f:
         f.write(head)
         if a.header_only:
             f.truncate(len(head) + size)
         else:
             for t in group:
-                for piece in values(a, *t):
+                for piece in t.pieces():
                     f.write(piece)
         at = len(head)
-        for name, shape, _, _ in group:
-            count = math.prod(shape)
-            for index in a.nan.get(name, []):
-                f.seek(at + (count // 2 if index is None else index) * DTYPES[a.dtype][2])
-                f.write(NAN[a.dtype])
-            at += count * DTYPES[a.dtype][2]
+        for t in group:
+            for index in a.nan.get(t.name, []):
+                f.seek(at + (math.prod(t.shape) // 2 if index is None else index) * SIZE[t.dtype])
+                f.write(NAN[t.dtype])
+            at += nbytes(t)
 
 
 def write_model(a):
     os.makedirs(a.dir, exist_ok=True)
     with open(os.path.join(a.dir, "config.json"), "w") as f:
         f.write(json.dumps(config(a), indent=2) + "\n")
-    plan = list(tensors(a))
-    known = {t[0] for t in plan}
+    known = {t[0] for t in tensors(a)}
+    known |= {name + "_scale_inv" for name in known if a.fp8}
     for name in [*a.nan, *a.drop, *a.reshape]:
         if name not in known:
             sys.exit(f"make_model.py: no tensor '{name}' in this model")
-    plan = [(n, a.reshape.get(n, s), m, d) for n, s, m, d in plan if n not in a.drop]
+    plan = list(stored(a))
     files, total = split(a, plan)
     many, where = len(files) > 1, {}
     for i, group in enumerate(files):
         name = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" if many else "model.safetensors"
         write_file(a, os.path.join(a.dir, name), group)
-        where.update({t[0]: name for t in group})
+        where.update({t.name: name for t in group})
     if many:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
         with open(os.path.join(a.dir, "model.safetensors.index.json"), "w") as f:
@@ -260,6 +355,11 @@ def planted(text):
 def shaped(text):
     name, _, shape = text.partition("=")
     return name, [int(n) for n in shape.split(",")]
+
+
+def blocks(text):
+    rows, cols = (int(n) for n in text.split(","))
+    return [rows, cols]
 
 
 def integers(text):
@@ -349,6 +449,21 @@ def options(argv):
         default=1,
         metavar="N",
         help="safetensors files; more than one adds an index",
+    )
+    p.add_argument(
+        "--fp8", type=blocks, metavar="ROWS,COLS", help="projections in F8_E4M3 with blocks of scales"
+    )
+    p.add_argument("--fp8-scales", choices=sorted(SCALES), default="f32")
+    p.add_argument("--expanded", action="store_true", help="the numbers of --fp8 as F32, plain")
+    p.add_argument(
+        "--plain",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="projections with TEXT in their name are not packed",
+    )
+    p.add_argument(
+        "--scales-apart", action="store_true", help="all scales behind the weights: in other files"
     )
     p.add_argument("--seed", type=int, default=0)
     p.add_argument(

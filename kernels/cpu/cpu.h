@@ -12,6 +12,10 @@
  * products are added one after the other, so that a block of rows and a block of weights stay in
  * the second-level cache whatever K is. Widths and blocks depend on the weight's shape and dtype
  * alone, so that the sums of a column do too.
+ *
+ * Packed storage (struct quant) lies in memory as codes, a byte each, in the order in which oneDNN
+ * would have their numbers, and is expanded a panel at a time; its scales lie beside it, a row for
+ * each block of rows.
  */
 #ifndef DSPARK_CPU_H
 #define DSPARK_CPU_H
@@ -82,18 +86,25 @@ enum block_kind { BLOCK_FIRST, BLOCK_MIDDLE, BLOCK_LAST, BLOCK_KINDS };
 struct packed {
 	enum dtype rounded; /* precision of the operands: DT_F32 or DT_BF16 */
 	enum dtype operand; /* in which the product runs; DT_F32 where bf16 has no hardware */
-	enum dtype kept;    /* of the packed numbers in memory, = rounded */
+	/* of the packed numbers in memory: = rounded, or the codes' */
+	enum dtype kept;
+	const struct quant *quant; /* of codes, else NULL */
+	int64_t rows, cols;        /* of the weight */
 	bool gated;         /* each panel: rows of gate, then the rows of up that belong to them */
 	int64_t K, panels, width, last;
 	int64_t blocks, block;            /* of K; the last may be smaller */
 	size_t panel_bytes, matrix_bytes; /* of a full panel and of a matrix, as kept */
 	size_t bytes;                     /* of data */
 	size_t expanded; /* bytes of a full panel as operand where kept != operand, else 0 */
+	size_t tables;   /* bytes of the tables that expanding codes takes */
 	size_t scratch;  /* most that a product needs */
 	/* for both kinds of tiles, of full panels and of the last; all read the same layout */
 	const struct product *product[TILE_KINDS][2][BLOCK_KINDS];
 	/* of large tiles to BF16, where K is one block and the weight is not gated; else NULL */
 	const struct product *rounding[2];
+	/* where codes come from, of full panels and of the last */
+	const struct layout *layout[2][BLOCK_KINDS];
+	struct ref_scales scales;
 	pthread_mutex_t lock;    /* of staging */
 	struct staging *staging; /* [count * panels], NULL once ready */
 	char *data;
@@ -106,7 +117,7 @@ struct bench {
 	bool rounds; /* sums are BF16: w has `rounding` */
 	struct call call[2][BLOCK_KINDS];
 	float *sums; /* [tiles, rows, width] */
-	char *expanded, *scratch;
+	char *expanded, *tables, *scratch;
 	const char *holds; /* the panel that `expanded` holds, NULL = none */
 };
 
@@ -177,6 +188,9 @@ void cpu_give_block(struct cpu *c, void *p, size_t bytes); /* p may be NULL */
 #define CPU_NAME(name, variant) CPU_JOIN(name, variant)
 #define cpu_verbs               CPU_NAME(verbs, CPU_VARIANT)
 #define cpu_operand_row         CPU_NAME(operand_row, CPU_VARIANT)
+#define cpu_codes_pack          CPU_NAME(codes_pack, CPU_VARIANT)
+#define cpu_codes_tables        CPU_NAME(codes_tables, CPU_VARIANT)
+#define cpu_codes_expand        CPU_NAME(codes_expand, CPU_VARIANT)
 #define cpu_bench_bytes         CPU_NAME(bench_bytes, CPU_VARIANT)
 #define cpu_bench               CPU_NAME(bench, CPU_VARIANT)
 #define cpu_tile_row            CPU_NAME(tile_row, CPU_VARIANT)
@@ -217,6 +231,15 @@ int cpu_weight_fill(struct device *d, struct weight *w, int64_t index, int64_t r
 		    const void *src, enum dtype from, const void *scales, struct err *e);
 int cpu_weight_ready(struct device *d, struct weight *w, struct err *e);
 void cpu_weight_free(struct device *d, struct weight *w);
+
+/*
+ * Codes (codes.c). Block k of a panel [width, K] of codes to where it is kept; the bytes of tables
+ * that expand needs; all blocks of a panel as operands.
+ */
+void cpu_codes_pack(const struct packed *w, bool last, int64_t k, uint8_t *to, const uint8_t *rows);
+size_t cpu_codes_tables(const struct packed *w);
+void cpu_codes_expand(const struct packed *w, int64_t index, int64_t panel, char *to,
+		      const uint8_t *codes, char *tables);
 
 /*
  * Products (matmul.c). K operands from n numbers, zeros behind them; the same as row `row` of a

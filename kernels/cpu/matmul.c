@@ -98,7 +98,8 @@ static size_t sums_bytes(const struct packed *w, enum tile_kind kind, int64_t ti
 
 size_t cpu_bench_bytes(const struct packed *w, enum tile_kind kind, int64_t tiles)
 {
-	return sums_bytes(w, kind, tiles) + whole_lines(w->expanded) + whole_lines(w->scratch);
+	return sums_bytes(w, kind, tiles) + whole_lines(w->expanded) + whole_lines(w->tables) +
+	       whole_lines(w->scratch);
 }
 
 struct bench cpu_bench(const struct packed *w, enum tile_kind kind, int64_t tiles, char *p)
@@ -110,7 +111,8 @@ struct bench cpu_bench(const struct packed *w, enum tile_kind kind, int64_t tile
 		.kind = kind,
 		.sums = (float *)p,
 		.expanded = p + sums,
-		.scratch = p + sums + whole_lines(w->expanded),
+		.tables = p + sums + whole_lines(w->expanded),
+		.scratch = p + sums + whole_lines(w->expanded) + whole_lines(w->tables),
 	};
 }
 
@@ -132,7 +134,9 @@ static const char *panel_operands(struct bench *b, int64_t index, int64_t panel)
 
 	if (!w->expanded)
 		return data;
-	if (b->holds != data)
+	if (b->holds != data && w->quant)
+		cpu_codes_expand(w, index, panel, b->expanded, (const uint8_t *)data, b->tables);
+	else if (b->holds != data)
 		run_load((float *)b->expanded, data, w->kept,
 			 (int64_t)(bytes / dtype_size(w->kept)));
 	b->holds = data;

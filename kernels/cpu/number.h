@@ -119,6 +119,37 @@ static inline void vec_upper_half(uint16_t *p, const vec_bits *u)
 #endif
 }
 
+/*
+ * Numbers of codes in F8_E4M3. With its exponent's last four bits as they are, a code is a half
+ * 2^8 too small, subnormals too; without halves, 2^-6 is put below subnormals and taken away again.
+ */
+static inline void vec_from_e4m3(vec *v, const uint8_t *p)
+{
+#ifdef __AVX512F__
+	__m256i h = _mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)p)), 8);
+	__m512 f;
+
+	h = _mm256_and_si256(_mm256_srai_epi16(h, 1), _mm256_set1_epi16((short)0xbf80));
+	f = _mm512_mul_ps(_mm512_cvtph_ps(h), _mm512_set1_ps(256.0f));
+	*v = (vec)_mm512_mask_mov_ps(
+		f, _mm512_cmp_ps_mask(_mm512_abs_ps(f), _mm512_set1_ps(480.0f), _CMP_EQ_OQ),
+		_mm512_set1_ps(__builtin_nanf("")));
+#else
+	typedef uint8_t vec_bytes __attribute__((vector_size(LANES)));
+	vec_bytes b;
+	vec_bits u, a, small, is_small, is_nan;
+
+	vec_load(b, p);
+	u = __builtin_convertvector(b, vec_bits);
+	a = u & 0x7f;
+	is_small = (vec_bits)(a < 8);
+	is_nan = (vec_bits)(a == 0x7f);
+	small = (vec_bits)((vec)(((a & 7) << 20) + (121u << 23)) - 0x1p-6f);
+	a = (((a << 20) + (120u << 23)) & ~is_small) | (small & is_small);
+	*v = (vec)(a | (is_nan & 0x7fc00000u) | (u & 0x80) << 24);
+#endif
+}
+
 /* Rounds to nearest, ties to even; a NaN stays one. */
 static inline void vec_to_bf16(uint16_t *p, const vec *v)
 {

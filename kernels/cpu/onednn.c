@@ -12,6 +12,7 @@
 #include <omp.h>
 #include <pthread.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "err.h"
 #include "mem.h"
@@ -121,6 +122,7 @@ struct entry {
 	MD run_scratch;
 	MD pack_scratch;
 	dnnl_primitive_t run, pack;
+	struct layout layout; /* row NULL = not known yet */
 	struct entry *next;
 };
 
@@ -200,6 +202,8 @@ static void entry_free(struct entry *x)
 	md_free(x->plain);
 	md_free(x->run_scratch);
 	md_free(x->pack_scratch);
+	free(x->layout.row);
+	free(x->layout.col);
 	free(x);
 }
 
@@ -457,4 +461,158 @@ int onednn_run(struct call *c, void *dst, const void *src, const void *packed, v
 	void *buf[4] = { (void *)src, (void *)packed, dst, scratch };
 
 	return execute(c, x->run, kind, buf, e);
+}
+
+/* ---- the order of a packed weight: told by packing coordinates ------------------------------- */
+
+/* The row of an element, its column / 64, its column % 64: all are exact in BF16. */
+enum coordinate { ROW, COL_HIGH, COL_LOW, COORDINATES };
+
+static int64_t coordinate(enum coordinate c, int64_t row, int64_t col)
+{
+	return 1 + (c == ROW ? row : c == COL_HIGH ? col / 64 : col % 64);
+}
+
+static void put_number(void *p, enum dtype d, int64_t i, float f)
+{
+	if (d == DT_BF16)
+		((uint16_t *)p)[i] = dtype_f32_to_bf16(f);
+	else
+		((float *)p)[i] = f;
+}
+
+static int64_t get_number(const void *p, enum dtype d, int64_t i)
+{
+	return (int64_t)(d == DT_BF16 ? dtype_bf16_to_f32(((const uint16_t *)p)[i])
+				      : ((const float *)p)[i]);
+}
+
+/* found[n]: the coordinate, from 1, of each packed number. */
+static int pack_coordinate(const struct product *p, enum coordinate c, void *plain, void *packed,
+			   void *scratch, uint16_t *found, int64_t n, struct err *e)
+{
+	for (int64_t r = 0; r < p->N; r++)
+		for (int64_t k = 0; k < p->K; k++)
+			put_number(plain, p->operand,
+				   p->order == ORDER_NK ? r * p->ld + k : k * p->N + r,
+				   (float)coordinate(c, r, k));
+	memset(packed, 0, p->packed_bytes);
+	if (onednn_pack(p, packed, plain, scratch, e))
+		return -1;
+	for (int64_t i = 0; i < n; i++)
+		found[i] = (uint16_t)get_number(packed, p->operand, i);
+	return 0;
+}
+
+static int extent(const uint16_t *v, uint8_t in[LAYOUT_LANES], int lanes)
+{
+	int low = v[0], high = v[0];
+
+	for (int l = 1; l < lanes; l++) {
+		low = v[l] < low ? v[l] : low;
+		high = v[l] > high ? v[l] : high;
+	}
+	for (int l = 0; l < lanes; l++)
+		in[l] = (uint8_t)(v[l] - low);
+	return high - low + 1;
+}
+
+static bool follows(const uint16_t *v, const uint8_t *in, int lanes, int size)
+{
+	int base = v[0] - in[0];
+
+	for (int l = 0; l < lanes; l++)
+		if (v[l] != base + in[l])
+			return false;
+	return base >= 0 && base % size == 0;
+}
+
+/* The pattern of the first `lanes` numbers, if all follow it. */
+static bool find_pattern(struct layout *y, const uint16_t *row, const uint16_t *col, int64_t n,
+			 int lanes)
+{
+	y->lanes = lanes;
+	y->groups = n / lanes;
+	for (int l = 1; l < lanes; l++)
+		if (abs(row[l] - row[0]) > UINT8_MAX || abs(col[l] - col[0]) > UINT8_MAX)
+			return false;
+	y->rows = extent(row, y->row_in, lanes);
+	y->cols = extent(col, y->col_in, lanes);
+	for (int64_t g = 0; g < y->groups; g++) {
+		if (!follows(row + g * lanes, y->row_in, lanes, y->rows) ||
+		    !follows(col + g * lanes, y->col_in, lanes, y->cols))
+			return false;
+		y->row[g] = (uint16_t)((row[g * lanes] - y->row_in[0]) / y->rows);
+		y->col[g] = (uint16_t)((col[g * lanes] - y->col_in[0]) / y->cols);
+	}
+	return n % lanes == 0;
+}
+
+/* Coordinates from 1 to from 0; a number without any fills a gap. */
+static int join_coordinates(uint16_t *const found[COORDINATES], int64_t n, struct err *e)
+{
+	for (int64_t i = 0; i < n; i++) {
+		if (!found[ROW][i])
+			return err_fail(e, "oneDNN packs a weight with gaps, which packed storage "
+					   "cannot follow");
+		found[ROW][i]--;
+		found[COL_HIGH][i] =
+			(uint16_t)((found[COL_HIGH][i] - 1) * 64 + found[COL_LOW][i] - 1);
+	}
+	return 0;
+}
+
+static void shrink(uint16_t **p, int64_t n)
+{
+	uint16_t *q = *p && n ? realloc(*p, (size_t)n * sizeof *q) : NULL;
+
+	*p = q ? q : *p;
+}
+
+static int find_layout(const struct product *p, struct layout *y, struct err *e)
+{
+	int64_t n = (int64_t)(p->packed_bytes / dtype_size(p->operand));
+	size_t ld = (size_t)(p->order == ORDER_NK ? p->ld : p->K);
+	uint16_t *found[COORDINATES] = { NULL };
+	void *plain = mem_aligned((size_t)p->N * ld * dtype_size(p->operand), e),
+	     *packed = plain ? mem_aligned(p->packed_bytes, e) : NULL,
+	     *scratch = packed ? mem_aligned(p->scratch_bytes + 64, e) : NULL;
+	int rc = scratch ? 0 : -1;
+
+	for (int c = 0; c < COORDINATES && !rc; c++) {
+		found[c] = mem_calloc((size_t)n, sizeof *found[c], e);
+		rc = found[c] ? pack_coordinate(p, c, plain, packed, scratch, found[c], n, e) : -1;
+	}
+	y->row = mem_calloc((size_t)n, sizeof *y->row, e);
+	y->col = mem_calloc((size_t)n, sizeof *y->col, e);
+	if (!rc && y->row && y->col && !join_coordinates(found, n, e) &&
+	    !find_pattern(y, found[ROW], found[COL_HIGH], n, LAYOUT_LANES))
+		find_pattern(y, found[ROW], found[COL_HIGH], n, 1);
+	shrink(&y->row, y->groups);
+	shrink(&y->col, y->groups);
+	for (int c = 0; c < COORDINATES; c++)
+		free(found[c]);
+	free(plain);
+	free(packed);
+	free(scratch);
+	return e->code ? -1 : 0;
+}
+
+const struct layout *onednn_layout(const struct product *p, struct err *e)
+{
+	struct entry *x = (struct entry *)p;
+	struct onednn *o = p->owner;
+	int rc = 0;
+
+	pthread_mutex_lock(&o->lock);
+	if (!x->layout.row) {
+		rc = find_layout(p, &x->layout, e);
+		if (rc) {
+			free(x->layout.row);
+			free(x->layout.col);
+			x->layout = (struct layout){ 0 };
+		}
+	}
+	pthread_mutex_unlock(&o->lock);
+	return rc ? NULL : &x->layout;
 }

@@ -46,6 +46,19 @@ struct call {
 	void *memory[4];
 };
 
+/*
+ * The order in which a weight's numbers are packed, `lanes` after another, the same pattern each
+ * time: number g * lanes + l is element [row[g] * rows + row_in[l], col[g] * cols + col_in[l]].
+ */
+#define LAYOUT_LANES 16
+struct layout {
+	int64_t groups;
+	int lanes;      /* LAYOUT_LANES, or 1 where no pattern is found */
+	int rows, cols; /* row_in < rows, col_in < cols */
+	uint8_t row_in[LAYOUT_LANES], col_in[LAYOUT_LANES];
+	uint16_t *row, *col; /* [groups] */
+};
+
 /* The library on this machine. NULL with `e` set. */
 struct onednn *onednn_open(struct err *e);
 void onednn_close(struct onednn *o);
@@ -59,6 +72,9 @@ bool onednn_has(enum onednn_isa isa);
  * close. NULL with `e` set.
  */
 const struct product *onednn_product(struct onednn *o, const struct product *want, struct err *e);
+
+/* The layout of its weight, found out on first use and kept until close. NULL with `e` set. */
+const struct layout *onednn_layout(const struct product *p, struct err *e);
 
 /* All pointers are aligned to 64 bytes but src and dst of run, which may be any number's. */
 int onednn_pack(const struct product *p, void *packed, const void *src, void *scratch,

@@ -97,6 +97,23 @@ static int set_products(struct packed *p, struct onednn *o, struct err *e)
 	return 0;
 }
 
+/* Where codes come from. */
+static int set_layouts(struct packed *p, struct err *e)
+{
+	for (int last = 0; last < 2; last++)
+		for (int64_t k = 0; k < p->blocks; k++) {
+			enum block_kind kind = cpu_block_kind(p, k);
+
+			if (!p->layout[last][kind])
+				p->layout[last][kind] =
+					onednn_layout(p->product[TILE_LARGE][last][kind], e);
+			if (!p->layout[last][kind])
+				return -1;
+		}
+	p->tables = cpu_codes_tables(p);
+	return 0;
+}
+
 /* Bytes of block k of a panel as kept, and of the blocks before it. */
 static size_t kept_bytes(const struct packed *p, bool last, int64_t k)
 {
@@ -127,6 +144,8 @@ static int packed_alloc(struct cpu *c, struct packed *p, const struct weight *w,
 			e,
 			"a weight of %lld x %lld x %lld elements is larger than the address space",
 			(long long)w->count, (long long)w->rows, (long long)w->cols);
+	if (p->quant && ref_scales_init(&p->scales, w, e))
+		return -1;
 	p->staging = mem_calloc((size_t)(w->count * p->panels), sizeof *p->staging, e);
 	p->bytes = (size_t)bytes;
 	p->data = p->staging ? cpu_take_block(c, p->bytes, e) : NULL;
@@ -137,22 +156,35 @@ int cpu_weight_alloc(struct device *d, struct weight *w, struct err *e)
 {
 	struct packed *p;
 
-	if (!cpu_packs(w) || w->quant || !dtype_is_float(w->stored))
+	if (!cpu_packs(w) || (!w->quant && !dtype_is_float(w->stored)))
 		return ref_weight_alloc(d, w, e);
+	if (ref_weight_usable(w, e))
+		return -1;
 	p = mem_calloc(1, sizeof *p, e);
 	if (!p)
 		return -1;
 	pthread_mutex_init(&p->lock, NULL);
 	w->handle = p;
 	p->gated = w->use == USE_GATED;
-	p->rounded = p->kept = ref_operand(w, d->compute);
+	p->quant = w->quant;
+	p->rows = w->rows;
+	p->cols = w->cols;
+	p->rounded = ref_operand(w, d->compute);
+	p->kept = w->quant ? w->stored : p->rounded;
 	p->operand = cpu_of(d)->bf16 ? p->rounded : DT_F32;
 	set_sizes(p, w);
-	if (set_products(p, cpu_of(d)->dnn, e) || packed_alloc(cpu_of(d), p, w, e)) {
+	if (set_products(p, cpu_of(d)->dnn, e) || (p->quant && set_layouts(p, e)) ||
+	    packed_alloc(cpu_of(d), p, w, e)) {
 		cpu_weight_free(d, w);
 		return -1;
 	}
 	return 0;
+}
+
+/* Of a number of a row that waits for its panel. */
+static size_t staged_size(const struct packed *p)
+{
+	return dtype_size(p->quant ? p->kept : p->operand);
 }
 
 static int64_t panel_rows(const struct packed *p, const struct weight *w, int64_t panel)
@@ -214,6 +246,12 @@ static int pack_panel(struct cpu *c, const struct packed *p, int64_t index, int6
 		memset(to, 0, panel_bytes(p, last));
 		return 0;
 	}
+	if (p->quant) {
+		for (int64_t k = 0; k < p->blocks; to += kept_bytes(p, last, k++))
+			cpu_codes_pack(p, last, k, (uint8_t *)to, rows);
+		cpu_give_spare(c, rows);
+		return 0;
+	}
 	scratch = cpu_take_spare(c, p->scratch, e);
 	if (p->expanded)
 		packed = cpu_take_spare(c, cpu_block_bytes(p, false, 0), e);
@@ -231,7 +269,7 @@ static int pack_panel(struct cpu *c, const struct packed *p, int64_t index, int6
 static char *staging_rows(struct cpu *c, struct packed *p, struct staging *s, int64_t width,
 			  struct err *e)
 {
-	size_t bytes = (size_t)(width * p->K) * dtype_size(p->operand);
+	size_t bytes = (size_t)(width * p->K) * staged_size(p);
 	void *rows, *mine = NULL;
 
 	pthread_mutex_lock(&p->lock);
@@ -255,16 +293,18 @@ static int fill_panel(struct cpu *c, const struct weight *w, int64_t index, int6
 {
 	struct packed *p = w->handle;
 	struct staging *s = &p->staging[index * p->panels + panel];
-	size_t pitch = (size_t)p->K * dtype_size(p->operand),
-	       step = (size_t)w->cols * dtype_size(from);
+	size_t pitch = (size_t)p->K * staged_size(p), step = (size_t)w->cols * dtype_size(from);
 	char *rows = staging_rows(c, p, s, cpu_panel_width(p, panel), e);
 	bool whole;
 
 	if (!rows)
 		return -1;
 	for (int64_t i = 0; i < n; i++)
-		cpu_operand_row(p, rows + (size_t)(row + i) * pitch, src + (size_t)i * step, from,
-				w->cols);
+		if (p->quant)
+			memcpy(rows + (size_t)(row + i) * pitch, src + (size_t)i * step, step);
+		else
+			cpu_operand_row(p, rows + (size_t)(row + i) * pitch,
+					src + (size_t)i * step, from, w->cols);
 	pthread_mutex_lock(&p->lock);
 	s->filled += n;
 	whole = s->filled == panel_rows(p, w, panel);
@@ -277,10 +317,10 @@ static int fill_panel(struct cpu *c, const struct weight *w, int64_t index, int6
 int cpu_weight_fill(struct device *d, struct weight *w, int64_t index, int64_t row0, int64_t n,
 		    const void *src, enum dtype from, const void *scales, struct err *e)
 {
-	const struct packed *p = w->handle;
+	struct packed *p = w->handle;
 	const char *s = src;
 
-	if (!cpu_packs(w) || scales)
+	if (!cpu_packs(w))
 		return ref_weight_fill(d, w, index, row0, n, src, from, scales, e);
 	if (index < 0 || index >= w->count || row0 < 0 || n < 0 || n > w->rows - row0)
 		return err_fail(
@@ -288,9 +328,13 @@ int cpu_weight_fill(struct device *d, struct weight *w, int64_t index, int64_t r
 			"rows %lld..%lld of matrix %lld are outside a weight of %lld x %lld rows",
 			(long long)row0, (long long)(row0 + n), (long long)index,
 			(long long)w->count, (long long)w->rows);
-	if (!dtype_is_float(from))
+	if (ref_fill_usable(w, from, scales, e))
+		return -1;
+	if (!p->quant && !dtype_is_float(from))
 		return err_refuse(e, "a weight stored as %s cannot become %s", dtype_name(from),
 				  dtype_name(p->kept));
+	if (p->quant && ref_scales_put(&p->scales, index, row0, n, scales, e))
+		return -1;
 	while (n > 0) {
 		int64_t panel, row, run = place_of(p, w, row0, &panel, &row), m = run < n ? run : n;
 
@@ -356,6 +400,7 @@ void cpu_weight_free(struct device *d, struct weight *w)
 		cpu_give_spare(cpu_of(d), p->staging[i].rows);
 	free(p->staging);
 	cpu_give_block(cpu_of(d), p->data, p->bytes);
+	ref_scales_release(&p->scales);
 	pthread_mutex_destroy(&p->lock);
 	free(p);
 	w->handle = NULL;

@@ -16,18 +16,16 @@
 #include "ref.h"
 
 /* out[rows] = matrix `index` of w times x. */
-static void product(float *out, const float *x, const struct weight *w, int64_t index)
+static void product(float *out, const float *x, const struct weight *w, int64_t index, float *row)
 {
-	const struct ref_weight *h = ref_of(w);
-	const char *m = h->data + (size_t)(index * w->rows * w->cols) * dtype_size(h->dtype);
+	enum dtype d = ref_of(w)->dtype;
 
 	for (int64_t n = 0; n < w->rows; n++) {
+		const char *m = ref_operands(w, index, n, row);
 		double sum = 0;
 
 		for (int64_t c = 0; c < w->cols; c++)
-			sum += (double)x[c] *
-			       ref_load(m + (size_t)(n * w->cols + c) * dtype_size(h->dtype),
-					h->dtype);
+			sum += (double)x[c] * ref_load(m + (size_t)c * dtype_size(d), d);
 		out[n] = (float)sum;
 	}
 }
@@ -40,6 +38,7 @@ static void add_slot(float *sum, const float *y, float weight, int64_t n)
 
 struct work {
 	float *x, *gate_up, *down;	/* [Hin or I], [2I], [Hout] */
+	float *row;			/* for ref_operands */
 };
 
 static void one_slot(struct tensor sum, int64_t t, const struct experts *ex, int64_t index,
@@ -47,24 +46,27 @@ static void one_slot(struct tensor sum, int64_t t, const struct experts *ex, int
 {
 	int64_t I = ex->down->cols;
 
-	product(w->gate_up, w->x, ex->gate_up, index);
+	product(w->gate_up, w->x, ex->gate_up, index, w->row);
 	for (int64_t c = 0; c < I; c++) {
 		float a = ref_act(&ex->act, w->gate_up[c], w->gate_up[I + c]);
 
 		w->gate_up[c] =
 			ref_round(ex->weight_after_down ? a : a * weight, ref_of(ex->down)->dtype);
 	}
-	product(w->down, w->gate_up, ex->down, index);
+	product(w->down, w->gate_up, ex->down, index, w->row);
 	add_slot(ref_at(sum, t, 0), w->down, ex->weight_after_down ? weight : 1, ex->down->rows);
 }
 
 void ref_experts(struct device *d, struct tensor sum, struct tensor x, struct tensor ids,
 		 struct tensor weights, const struct experts *ex, bool add)
 {
-	struct work w = { NULL, NULL, NULL };
+	struct work w = { NULL, NULL, NULL, NULL };
+	int64_t wide;
 
 	if (!ref_good(d))
 		return;
+	wide = ex->gate_up->cols > ex->down->cols ? ex->gate_up->cols : ex->down->cols;
+	w.row = mem_calloc((size_t)wide * 2, sizeof(float), &d->err);
 	w.x = mem_calloc((size_t)ex->gate_up->cols, sizeof(float), &d->err);
 	w.gate_up = mem_calloc((size_t)ex->gate_up->rows, sizeof(float), &d->err);
 	w.down = mem_calloc((size_t)ex->down->rows, sizeof(float), &d->err);
@@ -83,6 +85,7 @@ void ref_experts(struct device *d, struct tensor sum, struct tensor x, struct te
 	free(w.x);
 	free(w.gate_up);
 	free(w.down);
+	free(w.row);
 }
 
 int64_t ref_slot_row(struct tensor index, int64_t t, int64_t s, int64_t rows, struct err *e)

@@ -32,17 +32,16 @@ static void load_row(float *xr, struct tensor x, int64_t t, const struct weight 
 		xr[c] = ref_round(ref_get(x, t, c), ref_of(w)->dtype);
 }
 
-static double times_row(const float *xr, const struct weight *w, int64_t n)
+/* xr has room to make a row of the weight behind it. */
+static double times_row(float *xr, const struct weight *w, int64_t n)
 {
-	const struct ref_weight *h = ref_of(w);
-
-	return dot(xr, h->data + (size_t)(n * w->cols) * dtype_size(h->dtype), h->dtype, w->cols);
+	return dot(xr, ref_operands(w, 0, n, xr + w->cols), ref_of(w)->dtype, w->cols);
 }
 
 void ref_matmul(struct device *d, struct tensor out, struct tensor x, const struct weight *w,
 		const struct weight *bias, bool add)
 {
-	float *xr = ref_good(d) ? mem_calloc((size_t)w->cols, sizeof *xr, &d->err) : NULL;
+	float *xr = ref_good(d) ? mem_calloc((size_t)w->cols * 3, sizeof *xr, &d->err) : NULL;
 
 	for (int64_t t = 0; t < x.rows && xr; t++) {
 		load_row(xr, x, t, w);
@@ -62,7 +61,7 @@ void ref_matmul(struct device *d, struct tensor out, struct tensor x, const stru
 void ref_matmul_gate(struct device *d, struct tensor out, struct tensor x, const struct weight *w,
 		     const struct act *a)
 {
-	float *xr = ref_good(d) ? mem_calloc((size_t)w->cols, sizeof *xr, &d->err) : NULL;
+	float *xr = ref_good(d) ? mem_calloc((size_t)w->cols * 3, sizeof *xr, &d->err) : NULL;
 	int64_t I = w->rows / 2;
 
 	for (int64_t t = 0; t < x.rows && xr; t++) {

@@ -11,14 +11,17 @@
 #define DSPARK_REF_H
 
 #include "kernels.h"
+#include "scales.h"
 
 /*
  * The handle of a weight: [count, rows, cols] packed. F32 for vectors, the operand dtype for
- * products, the file's for tables. It lies within `block`, which is what is freed.
+ * products, the file's for tables. Of packed storage the data are codes, and dtype is what they
+ * become. It lies within `block`, which is what is freed.
  */
 struct ref_weight {
 	void *block;
 	enum dtype dtype;
+	struct ref_scales scales;
 	char data[] __attribute__((aligned(64)));
 };
 
@@ -111,6 +114,15 @@ int64_t ref_keys_of(struct tensor keys, int64_t t, const struct piece *p, struct
 
 /* Refuses a weight that verbs could not read as numbers or integers. */
 int ref_weight_usable(const struct weight *w, struct err *e);
+
+/* Refuses a filling that is not as the weight is kept: codes come with scales, numbers without. */
+int ref_fill_usable(const struct weight *w, enum dtype from, const void *scales, struct err *e);
+
+/*
+ * A row of a product as operands of the handle's dtype: where it lies, or made in `work`, which has
+ * room for 2 * cols floats.
+ */
+const char *ref_operands(const struct weight *w, int64_t index, int64_t row, void *work);
 
 float ref_act(const struct act *a, float g, float u);
 

@@ -18,6 +18,7 @@
 #include "json.h"
 #include "log.h"
 #include "mem.h"
+#include "quant.h"
 
 #define CONFIG "config.json"
 #define MOST_LAYERS 65536 /* what is made for each layer and each half head must stay small */
@@ -43,6 +44,7 @@ struct qwen3 {
 	bool moe_type, force_hf, bias, tied, renormalise;
 	float *freq;					/* [D/2] */
 	struct rope rope;
+	struct quants quants;				/* of the layers' products */
 	struct weight embed, freqs, norm, head;
 	struct layer *layer;				/* [L] */
 };
@@ -364,21 +366,12 @@ out:
 
 static int refuse_unsupported(const json_t *c, struct err *e)
 {
-	const char *act, *method = "?";
+	const char *act;
 
 	if (json_str_or(c, CONFIG, "hidden_act", "silu", &act, e))
 		return -1;
 	if (strcmp(act, "silu"))
 		return err_refuse(e, CONFIG ": hidden_act '%s' is not supported (silu is)", act);
-	if (json_has(c, "quantization_config")) {
-		json_str_or(json_object_get(c, "quantization_config"), CONFIG, "quant_method", "?",
-			    &method, e);
-		return err_refuse(e,
-				  CONFIG ": the checkpoint is quantised (quant_method '%s'): "
-					 "packed weights are not supported in this version; "
-					 "use the BF16 checkpoint",
-				  method);
-	}
 	return 0;
 }
 
@@ -405,7 +398,7 @@ static int qwen3_config(struct target *t, const json_t *c, const struct target_o
 	q->force_hf = o->force_hf;
 	if (o->num_hidden_layers)
 		log_warn("recipe_args.target_num_hidden_layers has no effect on %s", t->type);
-	if (refuse_unsupported(c, e) || read_sizes(q, c, e) ||
+	if (refuse_unsupported(c, e) || quants_read(&q->quants, c, e) || read_sizes(q, c, e) ||
 	    (q->moe_type && read_experts(q, c, e)))
 		return -1;
 	q->layer = mem_calloc((size_t)q->L, sizeof *q->layer, e);
@@ -438,6 +431,7 @@ static int attention_weights(struct qwen3 *q, int i, struct weight_walk *w, stru
 	s = weight_matrix(&l->qkv, UNIT_LAYER, i, n, q->H, LAYER "self_attn.q_proj.weight", i);
 	weight_part_add(&s, kv, LAYER "self_attn.k_proj.weight", i);
 	weight_part_add(&s, kv, LAYER "self_attn.v_proj.weight", i);
+	s.quants = q->quants.list;
 	if (w->visit(w, &s, e))
 		return -1;
 	s = weight_vector(&l->q_norm, UNIT_LAYER, i, q->D, LAYER "self_attn.q_norm.weight", i);
@@ -447,6 +441,7 @@ static int attention_weights(struct qwen3 *q, int i, struct weight_walk *w, stru
 	if (w->visit(w, &s, e))
 		return -1;
 	s = weight_matrix(&l->o, UNIT_LAYER, i, q->H, n, LAYER "self_attn.o_proj.weight", i);
+	s.quants = q->quants.list;
 	if (w->visit(w, &s, e))
 		return -1;
 	if (!q->bias)
@@ -468,9 +463,11 @@ static int dense_weights(struct qwen3 *q, int i, struct weight_walk *w, struct e
 
 	weight_part_add(&s, q->I, LAYER "mlp.up_proj.weight", i);
 	s.use = USE_GATED;
+	s.quants = q->quants.list;
 	if (w->visit(w, &s, e))
 		return -1;
 	s = weight_matrix(&l->down, UNIT_LAYER, i, q->H, q->I, LAYER "mlp.down_proj.weight", i);
+	s.quants = q->quants.list;
 	return w->visit(w, &s, e);
 }
 
@@ -489,6 +486,7 @@ static int expert_weights(struct qwen3 *q, int i, struct weight_walk *w, struct 
 	s.use = USE_GATED;
 	s.count = q->E;
 	s.shard = SHARD_EXPERT;
+	s.quants = q->quants.list;
 	snprintf(s.fused, sizeof s.fused, LAYER "mlp.experts.gate_up_proj", i);
 	if (w->visit(w, &s, e))
 		return -1;
@@ -496,6 +494,7 @@ static int expert_weights(struct qwen3 *q, int i, struct weight_walk *w, struct 
 			  LAYER "mlp.experts.{e}.down_proj.weight", i);
 	s.count = q->E;
 	s.shard = SHARD_EXPERT;
+	s.quants = q->quants.list;
 	snprintf(s.fused, sizeof s.fused, LAYER "mlp.experts.down_proj", i);
 	return w->visit(w, &s, e);
 }
