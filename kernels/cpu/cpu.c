@@ -161,29 +161,30 @@ bool cpu_own(struct device *d, size_t bytes)
 	return true;
 }
 
-void *cpu_take_block(struct cpu *c, size_t bytes, struct err *e)
+void *cpu_take_block(struct cpu *c, size_t *bytes, struct err *e)
 {
 	struct block **best = NULL, *b = NULL;
-	size_t dropped = 0;
+	size_t want = *bytes, dropped = 0;
 	void *p = NULL;
 
 	pthread_mutex_lock(&c->lock);
 	for (struct block **at = &c->blocks; *at; at = &(*at)->next)
-		if ((*at)->bytes >= bytes && (*at)->bytes / 2 <= bytes &&
+		if ((*at)->bytes >= want && (*at)->bytes / 2 <= want &&
 		    (!best || (*at)->bytes < (*best)->bytes))
 			best = at;
 	if (best) {
 		b = *best;
 		*best = b->next;
 		p = b->p;
+		*bytes = b->bytes;
 	}
-	while (!p && c->blocks && dropped < bytes) {
+	while (!p && c->blocks && dropped < want) {
 		dropped += c->blocks->bytes;
 		drop_oldest(c);
 	}
 	pthread_mutex_unlock(&c->lock);
 	free(b);
-	return p ? p : mem_aligned(bytes, e);
+	return p ? p : mem_aligned(want, e);
 }
 
 void cpu_give_block(struct cpu *c, void *p, size_t bytes)

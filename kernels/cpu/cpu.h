@@ -94,7 +94,7 @@ struct packed {
 	int64_t K, panels, width, last;
 	int64_t blocks, block;            /* of K; the last may be smaller */
 	size_t panel_bytes, matrix_bytes; /* of a full panel and of a matrix, as kept */
-	size_t bytes;                     /* of data */
+	size_t bytes;                     /* that data has, or more */
 	size_t expanded; /* bytes of a full panel as operand where kept != operand, else 0 */
 	size_t tables;   /* bytes of the tables that expanding codes takes */
 	size_t scratch;  /* most that a product needs */
@@ -171,12 +171,13 @@ void *cpu_take_spare(struct cpu *c, size_t bytes, struct err *e);
 void cpu_give_spare(struct cpu *c, void *p); /* may be NULL */
 
 /*
- * Memory for a packed weight of `bytes`, and its return with the same number: weights that come and
- * go take it over from each other, since the system would clear its pages each time, which costs
- * more than the packing. What finds nothing that fits first gives up as much of the oldest, so that
- * what is kept never adds to the most that was in use. Thread-safe.
+ * Memory for a packed weight of *bytes, and its return: weights that come and go take it over from
+ * each other, since the system would clear its pages each time, which costs more than the packing.
+ * *bytes becomes what it has, at most twice as much, and is to be given back. What finds nothing
+ * that fits first gives up as much of the oldest, so that what is kept never adds to the most that
+ * was in use. Thread-safe.
  */
-void *cpu_take_block(struct cpu *c, size_t bytes, struct err *e);
+void *cpu_take_block(struct cpu *c, size_t *bytes, struct err *e);
 void cpu_give_block(struct cpu *c, void *p, size_t bytes); /* p may be NULL */
 
 /*

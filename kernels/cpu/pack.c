@@ -148,7 +148,7 @@ static int packed_alloc(struct cpu *c, struct packed *p, const struct weight *w,
 		return -1;
 	p->staging = mem_calloc((size_t)(w->count * p->panels), sizeof *p->staging, e);
 	p->bytes = (size_t)bytes;
-	p->data = p->staging ? cpu_take_block(c, p->bytes, e) : NULL;
+	p->data = p->staging ? cpu_take_block(c, &p->bytes, e) : NULL;
 	return p->data ? 0 : -1;
 }
 
