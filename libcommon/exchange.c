@@ -44,8 +44,8 @@ int64_t exchange_rows(int64_t chunk_tokens, int64_t experts, int64_t k, int ep)
 uint64_t exchange_bytes(const struct routing *most, int64_t rows, enum dtype compute)
 {
 	uint64_t row = 2 * (uint64_t)most->in * dtype_size(compute) +
-		       2 * (uint64_t)most->out * sizeof(float) + 4 * sizeof(int32_t) +
-		       2 * sizeof(struct exchange_slot) + sizeof(int32_t);
+		       2 * (uint64_t)most->out * sizeof(float) + 8 * sizeof(int32_t) +
+		       2 * sizeof(struct exchange_slot);
 
 	return (uint64_t)rows * row;
 }
@@ -133,6 +133,16 @@ static int fetch_choices(const struct round *o, struct err *e)
 	return d->be->sync(d, e);
 }
 
+static int travel(struct exchange *x, void *out, const int64_t *out_rows, const void *in,
+		  const int64_t *in_rows, uint64_t row, struct err *e)
+{
+	double start = log_seconds();
+	int rc = x->ep->t->alltoallv(x->ep, out, out_rows, in, in_rows, row, e);
+
+	x->seconds += log_seconds() - start;
+	return rc;
+}
+
 static int tell_all(struct exchange *x, struct err *e)
 {
 	int n = x->ep->world;
@@ -142,7 +152,7 @@ static int tell_all(struct exchange *x, struct err *e)
 		memcpy(x->mine + i * (n + 1), x->mine, row);
 	for (int i = 0; i < n; i++)
 		x->send[i] = x->receive[i] = 1;
-	return x->ep->t->alltoallv(x->ep, x->matrix, x->receive, x->mine, x->send, row, e);
+	return travel(x, x->matrix, x->receive, x->mine, x->send, row, e);
 }
 
 static bool fits(const struct exchange *x)
@@ -225,16 +235,6 @@ static void order_slots(struct round *o)
 static struct tensor rows_at(void *p, enum dtype d, int64_t rows, int64_t cols)
 {
 	return (struct tensor){ p, d, rows, cols, cols };
-}
-
-static int travel(struct exchange *x, void *out, const int64_t *out_rows, const void *in,
-		  const int64_t *in_rows, uint64_t row, struct err *e)
-{
-	double start = log_seconds();
-	int rc = x->ep->t->alltoallv(x->ep, out, out_rows, in, in_rows, row, e);
-
-	x->seconds += log_seconds() - start;
-	return rc;
 }
 
 static int send_rows(struct round *o, struct err *e)

@@ -7,6 +7,7 @@
 #include <pthread.h>
 
 #include "bed.h"
+#include "exchange.h"
 
 #define COUNT(a) ((int)(sizeof(a) / sizeof *(a)))
 
@@ -603,17 +604,17 @@ static void test_missing_rows(void)
 	dut.be->weight_free(&dut, &w);
 }
 
-/* Bytes of this process in memory, -1 = the system does not say. */
-static int64_t resident(void)
+/* Bytes of this process, all it has asked for or those in memory, -1 = the system does not say. */
+static int64_t process_bytes(bool in_memory)
 {
 	FILE *f = fopen("/proc/self/statm", "r");
-	long long size, pages = -1;
+	long long all, pages = -1;
 
-	if (f && fscanf(f, "%lld %lld", &size, &pages) != 2)
+	if (f && fscanf(f, "%lld %lld", &all, &pages) != 2)
 		pages = -1;
 	if (f)
 		fclose(f);
-	return pages < 0 ? -1 : (int64_t)pages * sysconf(_SC_PAGESIZE);
+	return pages < 0 ? -1 : (int64_t)(in_memory ? pages : all) * sysconf(_SC_PAGESIZE);
 }
 
 /* Tools that check memory write all of it themselves. */
@@ -655,12 +656,12 @@ static void test_untouched(enum weight_use use)
 	struct err e = ERR_INIT;
 
 	forget_weights();
-	before = resident();
+	before = process_bytes(true);
 	bed_check(dut.be->weight_alloc(&dut, &w, &e), &e);
 	for (int i = 3; i < MATRICES; i += 20)
 		bed_check(dut.be->weight_fill(&dut, &w, i, 0, WIDE, v, DT_F32, NULL, &e), &e);
 	bed_check(dut.be->weight_ready(&dut, &w, &e), &e);
-	after = resident();
+	after = process_bytes(true);
 	if (before < 0 || memory_is_watched())
 		tap_skip("resident memory says nothing here");
 	else
@@ -684,14 +685,14 @@ static void test_handed_on(void)
 	uint64_t bytes;
 
 	forget_weights();
-	before = resident();
+	before = process_bytes(true);
 	some_matrices(&large, USE_PRODUCT, 0, 1, most, DEEP, v, &all);
 	dut.be->weight_free(&dut, &large);
 	some_matrices(&small, USE_PRODUCT, 0, 1, 2 * least, DEEP, v, &all);
 	dut.be->weight_free(&dut, &small);
 	some_matrices(&small, USE_PRODUCT, 0, 1, least, DEEP, v, &all);
 	some_matrices(&large, USE_PRODUCT, 0, 1, most, DEEP, v, &all);
-	after = resident();
+	after = process_bytes(true);
 	bytes = weight_bytes(&large, dut.compute) + 2 * weight_bytes(&small, dut.compute);
 	if (before < 0 || memory_is_watched())
 		tap_skip("resident memory says nothing here");
@@ -702,6 +703,32 @@ static void test_handed_on(void)
 	dut.be->weight_free(&dut, &large);
 	dut.be->weight_free(&dut, &small);
 	free(v);
+}
+
+/* ---- what an exchange takes ------------------------------------------------------------------ */
+
+/* Of rows so small that what accompanies a row counts. An allocator may add 2 MiB to each array. */
+static void test_exchange_bytes(void)
+{
+	const struct routing most = { .experts = 8, .k = 2, .in = 1, .out = 1 };
+	const int64_t rows = 1 << 22, arrays = 16;
+	struct exchange x = { 0 };
+	struct err e = ERR_INIT;
+	int64_t before, after, want = (int64_t)exchange_bytes(&most, rows, dut.compute);
+	struct comm c;
+
+	comm_self_open(&c);
+	before = process_bytes(false);
+	bed_check(exchange_open(&x, &dut, &c, &most, rows, &e), &e);
+	after = process_bytes(false);
+	exchange_release(&x);
+	if (before < 0 || memory_is_watched())
+		tap_skip("memory says nothing here");
+	else
+		ok(after - before >= want && after - before < want + arrays * (2 << 20) + (1 << 20),
+		   "%s",
+		   label("an exchange takes %d KB, %d are counted", (int)((after - before) >> 10),
+			 (int)(want >> 10)));
 }
 
 /* ---- no tokens ------------------------------------------------------------------------------- */
@@ -771,6 +798,7 @@ int main(int argc, char **argv)
 				test_untouched(USE_GATED);
 				test_untouched(USE_PRODUCT);
 				test_handed_on();
+				test_exchange_bytes();
 			}
 			dut.be->close(&dut);
 		}
