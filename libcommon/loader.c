@@ -83,8 +83,8 @@ struct loader {
 static uint64_t row_bytes(const struct bound *b, const struct weight_source *src)
 {
 	if (src->quant)
-		return quant_row_bytes(src->quant, b->field->cols);
-	return (uint64_t)b->field->cols * dtype_size(src->entry->dtype);
+		return quant_row_bytes(src->quant, b->shape.cols);
+	return (uint64_t)b->shape.cols * dtype_size(src->entry->dtype);
 }
 
 static int rank_in(const struct unit *u)
@@ -123,7 +123,7 @@ static struct part piece_at(const struct load *x, size_t which, int64_t matrix, 
 	n = n < most ? n : most;
 	n = n < slice ? n : slice;
 	if (b->members > 1) {
-		int64_t at = matrix * b->field->rows + row, all = b->count * b->field->rows,
+		int64_t at = matrix * b->shape.rows + row, all = b->count * b->shape.rows,
 			each = all / b->members + (all % b->members != 0), left;
 
 		p.member = (int)(at / each);
@@ -144,7 +144,7 @@ static int put(struct load *x, const struct part *p, struct err *e)
 
 static int cut_matrix(struct load *x, size_t which, int64_t matrix, struct err *e)
 {
-	const struct weight *f = x->u->bound[which]->field;
+	const struct weight *f = &x->u->bound[which]->shape;
 	bool gated = f->use == USE_GATED;
 	int64_t rows = gated ? f->rows / 2 : f->rows;
 	struct part p, up;
@@ -554,9 +554,8 @@ static int alloc_weights(struct loader *l, struct load *x, struct err *e)
 
 	for (size_t i = 0; i < x->u->n; i++) {
 		const struct bound *b = x->u->bound[i];
-		struct weight w = *b->field;
+		struct weight w = b->shape;
 
-		w.handle = NULL;
 		w.count = b->count > 1 ? x->n : b->count;
 		if (d->be->weight_alloc(d, &w, e))
 			return -1;
@@ -639,6 +638,8 @@ int loader_open(struct loader **out, struct weights *w, struct err *e)
 	pthread_cond_init(&l->turn, NULL);
 	rc = pthread_create(&l->thread, NULL, loads, l);
 	if (rc) {
+		pthread_mutex_destroy(&l->lock);
+		pthread_cond_destroy(&l->turn);
 		free(l->held);
 		free(l);
 		return err_fail(e, "cannot start the loading thread: %s", strerror(rc));

@@ -117,6 +117,7 @@ static int bind(struct weight_walk *walk, const struct weight_spec *spec, struct
 	s.field->quant = storage.quant;
 	if (storage.stored == DT_NONE)
 		b->count = s.field->count = 0;
+	b->shape = *s.field;
 	return s.unit == UNIT_EXPORT || s.field->reader || !b->count ? 0 : join_unit(w, b, e);
 }
 
@@ -274,7 +275,7 @@ static int read_run(struct bound *b, const struct wanted *x, int64_t n, char *bu
 static int read_rows(void *ctx, const int32_t *ids, int64_t n, void *dst, struct err *e)
 {
 	struct bound *b = ctx;
-	uint64_t row = (uint64_t)b->field->cols * dtype_size(b->field->stored);
+	uint64_t row = (uint64_t)b->shape.cols * dtype_size(b->shape.stored);
 	struct wanted *x = mem_calloc((size_t)n, sizeof *x, e);
 	char *buf = mem_aligned(TABLE_BYTES > row ? TABLE_BYTES : row, e);
 	int rc = x && buf ? 0 : -1;
@@ -309,7 +310,7 @@ int weights_rows(struct weights *w, enum unit_kind kind, int64_t row0, int64_t n
 {
 	struct bound *b = find_table(w, kind);
 	const struct weight_source *src = b && b->nsources == 1 ? b->source : NULL;
-	int64_t cols = b ? b->field->cols : 0;
+	int64_t cols = b ? b->shape.cols : 0;
 	size_t count = (size_t)(n * cols), size = src ? dtype_size(src->entry->dtype) : 0;
 	void *raw;
 	int rc;
@@ -327,7 +328,7 @@ int weights_rows(struct weights *w, enum unit_kind kind, int64_t row0, int64_t n
 	if (!rc)
 		dtype_convert(out, DT_F32, raw, src->entry->dtype, count);
 	free(raw);
-	if (!rc && w->dev->compute == DT_BF16 && b->field->unit == WEIGHT_BULK &&
+	if (!rc && w->dev->compute == DT_BF16 && b->shape.unit == WEIGHT_BULK &&
 	    src->entry->dtype != DT_BF16)
 		for (size_t i = 0; i < count; i++)
 			out[i] = dtype_bf16_to_f32(dtype_f32_to_bf16(out[i]));

@@ -29,7 +29,8 @@ struct loader;
 /* One weight of the walk and its places in the stage. */
 struct bound {
 	struct weights *weights;
-	struct weight *field;
+	struct weight *field;		/* the caller's thread has it for itself */
+	struct weight shape;		/* as described, without a handle; never changes */
 	enum unit_kind unit;
 	int layer;
 	enum shard shard;

@@ -313,8 +313,11 @@ static int open_all(struct world *w, const char *out, enum dtype compute, enum r
 	if (target_open(&w->target, w->recipe.target_dir, w->checkpoint.config, &to, e) ||
 	    tokens_open(&w->tokens, "tokens.safetensors", e) ||
 	    layout_plan(&w->plan, &w->recipe, &w->target, &w->checkpoint, &w->tokens,
-			"tokens.safetensors", "", &lo, e) ||
-	    stage_make(dir, &w->plan, &w->target, &w->checkpoint, &so, &made, e) ||
+			"tokens.safetensors", "", &lo, e))
+		goto out;
+	if (r == WEIGHTS_STREAM)
+		w->plan.block_experts = 1;	/* one is made while the one before computes */
+	if (stage_make(dir, &w->plan, &w->target, &w->checkpoint, &so, &made, e) ||
 	    stage_open(&w->stage, dir, w->plan.stage_key, 0, e) ||
 	    backend_open(&w->dev, "ref", &po, e))
 		goto out;
@@ -331,6 +334,7 @@ static int run_all(struct world *w, const struct backend *be, int *published, st
 				      .mesh = stage_mesh(&w->plan) };
 
 	w->dev.be = be;
+	w->dev.threads = 3;	/* the loader takes what ref leaves idle */
 	w->done = mem_calloc((size_t)geometry_shards(&w->plan.g), sizeof *w->done, e);
 	if (!w->done || weights_open(&w->weights, &w->target, &w->stage, &w->dev, &wo, e) ||
 	    cache_open(&w->cache, w->plan.cache_dir, &w->plan.g, &w->plan.identity, w->plan.digest,
@@ -404,7 +408,8 @@ int main(void)
 {
 	static const char *const cases[] = { "qwen3-sliding-v5", "qwen3-untied-bias-yarn",
 					     "qwen3moe-mixed-v5", "qwen3moe-norm",
-					     "glm52-bf16", "glm5-halfsplit-groups" };
+					     "glm52-bf16", "glm5-halfsplit-groups",
+					     "glm52-fp8" };
 	const char *top = getenv("top_srcdir");
 	char out[] = "/tmp/dspark-models.XXXXXX", path[4096];
 
