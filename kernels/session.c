@@ -46,13 +46,16 @@ static int gather_records(struct comm *c, const struct run *run, struct session_
 	if (text_ok(&o->kept, e) || c->t->gather(c, o->kept.s, o->kept.len, 0, out, len, e))
 		goto out;
 	if (c->rank == 0) {
+		bool bad = false;
+
 		if (run_copy(stdout, run, e))
 			goto out;
 		for (int r = 0; r < c->world; r++)
-			if (len[r] && fwrite(out[r], 1, len[r], stdout) != len[r]) {
-				err_errno(e, "cannot write standard output");
-				goto out;
-			}
+			bad = bad || (len[r] && fwrite(out[r], 1, len[r], stdout) != len[r]);
+		if (bad || fflush(stdout)) {
+			err_errno(e, "cannot write standard output");
+			goto out;
+		}
 	}
 	rc = 0;
 out:
@@ -207,14 +210,37 @@ static int bound_waiting(struct session *s, struct err *e)
 	return watchdog_start(&s->dog, seconds, file_abort_all, e);
 }
 
+/*
+ * Every rank must hold the same plan and stage, before what the plan says is done together; told
+ * ranks see to it by the lock and the stage's key.
+ */
+static int agree(struct session *s, struct err *e)
+{
+	int64_t most[2], least[2];
+
+	if (!session_has_peers(s))
+		return 0;
+	for (int i = 0; i < 2; i++) {
+		char hex[16] = "";
+
+		memcpy(hex, i ? s->stage.key : s->plan.digest, 15);	/* 60 bits of the digest */
+		most[i] = least[i] = strtoll(hex, NULL, 16);
+	}
+	if (s->comm.t->allreduce(&s->comm, most, 2, COMM_MAX, e) ||
+	    s->comm.t->allreduce(&s->comm, least, 2, COMM_MIN, e))
+		return -1;
+	if (most[0] != least[0] || most[1] != least[1])
+		return err_refuse(e, "the ranks read different %s: give all of them the same run",
+				  most[0] != least[0] ? "plans" : "stages");
+	return 0;
+}
+
 static int open_groups(struct session *s, struct err *e)
 {
 	struct stage_mesh m = stage_mesh(&s->plan);
 	struct comm *c = &s->comm;
 	int n = stage_members(&m, SHARD_ROWS), same = stage_members(&m, SHARD_EXPERT);
 
-	if (bound_waiting(s, e))
-		return -1;
 	if (!plan_lockstep(&s->plan))
 		return 0;
 	if (n > 1 && c->t->split(c, &s->rows, c->rank / n, c->rank, e))
@@ -296,31 +322,6 @@ out:
 	return rc;
 }
 
-/*
- * Every rank must hold the same plan and stage; told ranks see to it by the lock and the stage's
- * key.
- */
-static int agree(struct session *s, struct err *e)
-{
-	int64_t most[2], least[2];
-
-	if (!session_has_peers(s))
-		return 0;
-	for (int i = 0; i < 2; i++) {
-		char hex[16] = "";
-
-		memcpy(hex, i ? s->stage.key : s->plan.digest, 15);	/* 60 bits of the digest */
-		most[i] = least[i] = strtoll(hex, NULL, 16);
-	}
-	if (s->comm.t->allreduce(&s->comm, most, 2, COMM_MAX, e) ||
-	    s->comm.t->allreduce(&s->comm, least, 2, COMM_MIN, e))
-		return -1;
-	if (most[0] != least[0] || most[1] != least[1])
-		return err_refuse(e, "the ranks read different %s: give all of them the same run",
-				  most[0] != least[0] ? "plans" : "stages");
-	return 0;
-}
-
 static void summarise(struct session *s)
 {
 	const struct forward *f = &s->forward;
@@ -386,12 +387,26 @@ static int compute(struct session *s, struct err *e)
 			return -1;
 	}
 	summarise(s);
-	if (s->capture.quarantined)
-		return err_refuse(e,
-				  "%lld shards hold states that are not finite; they are kept as "
-				  "*.bad, the others are published",
-				  (long long)s->capture.quarantined);
 	return 0;
+}
+
+/* A rank that ends with an error ends the others: not before all of them are done. */
+static int report(struct session *s, struct err *e)
+{
+	if (!session_has_peers(s))
+		return 0;
+	return gather_records(&s->comm, &s->run, &s->output, e) ? -1
+								: s->comm.t->barrier(&s->comm, e);
+}
+
+static int judge(const struct session *s, struct err *e)
+{
+	if (!s->capture.quarantined)
+		return 0;
+	return err_refuse(e,
+			  "%lld shards hold states that are not finite; they are kept as *.bad, "
+			  "the others are published",
+			  (long long)s->capture.quarantined);
 }
 
 static int publish(struct session *s, struct err *e)
@@ -405,11 +420,11 @@ static int publish(struct session *s, struct err *e)
 	}
 	rc = compute(s, e);
 	cache_close(&s->cache);
+	if (!rc && !report(s, e))
+		judge(s, e);
 	if (s->output.err.code && !e->code)
 		*e = s->output.err;
-	if (rc || !session_has_peers(s))
-		return e->code ? -1 : 0;
-	return gather_records(&s->comm, &s->run, &s->output, e);
+	return e->code ? -1 : 0;
 }
 
 int session_run(struct session *s, const struct session_options *o, int *argc, char ***argv,
@@ -419,7 +434,8 @@ int session_run(struct session *s, const struct session_options *o, int *argc, c
 	s->start = log_seconds();
 	if (connect_ranks(s, argc, argv, e) || read_run(s, e) ||
 	    plan_read(&s->plan, &s->run, e) || check_world(s, e) || open_inputs(s, e) ||
-	    open_groups(s, e) || open_device(s, e) || agree(s, e) || open_cache(s, e))
+	    bound_waiting(s, e) || agree(s, e) || open_groups(s, e) || open_device(s, e) ||
+	    open_cache(s, e))
 		return -1;
 	return publish(s, e);
 }

@@ -2,10 +2,10 @@
 /*
  * session: one rank of a run, from what it reads to its published shards and their records.
  *
- * It opens, in this order, the ranks' connection, the run, rows and stage, groups of ranks, the
- * device and the cache, then runs the forward over the shards of its range that are not published
- * yet. The run and the records go to stdout: of connected ranks only rank 0 reads stdin and writes
- * stdout.
+ * It opens, in this order, the ranks' connection, the run, rows and stage, groups of ranks once all
+ * agree on the plan, the device and the cache, then runs the forward over the shards of its range
+ * that are not published yet. The run and the records go to stdout: of connected ranks only rank 0
+ * reads stdin and writes stdout.
  */
 #ifndef DSPARK_SESSION_H
 #define DSPARK_SESSION_H

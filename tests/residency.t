@@ -84,6 +84,7 @@ if [ -z "${DSPARK_TEST_QUICK-}" ]; then
 	one_case qwen3-untied-bias-yarn 1
 	one_case glm52-bf16 12
 	one_case glm5-halfsplit-groups 16
+	one_case glm52-fp8 4
 fi
 
 # ---- what a plan can add -----------------------------------------------------------------------------------------------------
@@ -113,6 +114,20 @@ for form in raw lz4; do
 done
 LOAD=
 
+# Whatever their plans would have them do together.
+differ() {
+	for weights in resident gather; do
+		(cd "$golden/$case" && dspark-plan -q -c recipe.yaml -t tokens.safetensors --device cpu --world 2 --weights $weights \
+			--set "recipe_args.cache_output_dir=$tmp/none" >"$tmp/plan" &&
+		 dspark-load -q -s "$tmp/stage.$weights" "$tmp/plan" >"$tmp/run.$weights") || return
+	done
+	"$MPIEXEC" -n 1 dspark-forward -q "$tmp/run.resident" : -n 1 dspark-forward -q "$tmp/run.gather" >"$tmp/log" 2>"$tmp/err"
+	status=$?
+	cat "$tmp/err"
+	[ "$status" -eq 1 ] && grep -q 'the ranks read different plans' "$tmp/err" && [ ! -e "$tmp/none" ]
+}
+check "ranks with different plans refuse" differ
+
 # Experts that nobody chose are not read: of one token, all layers read no more than its own.
 few() {
 	all=$(member weights_read "$tmp/log")
@@ -128,6 +143,32 @@ if need_python "experts that nobody chose are not read" numpy,xxhash,safetensors
 	check "$case: stream" run "$tmp/v" 1 --weights stream
 	check "a row of one token" "$PYTHON" "$top_srcdir/tests/first_token.py" "$golden/$case/tokens.safetensors" "$tmp/few"
 	check "experts that nobody chose are not read" few
+fi
+
+# ---- states that are not finite ------------------------------------------------------------------------------------------------
+# One expert gives NaN. A rank whose tokens choose it sets shards aside, and ends with 1 when all others have published theirs.
+aside() (
+	cd "$tmp" || exit
+	rm -rf "aside$1"
+	dspark-plan -q -c nan.yaml -t nan.tokens --device cpu --world "$1" --set "recipe_args.cache_output_dir=aside$1" >plan &&
+		dspark-load -q -s nan.stage plan >run || exit
+	"$MPIEXEC" -n "$1" dspark-forward -q --nonfinite quarantine run >log 2>err
+	status=$?
+	cat err
+	bad=$(find "aside$1" -name '*.bad' | wc -l) good=$(find "aside$1" -name 'shard-*.safetensors' | wc -l)
+	echo "exit $status, $good shards and $bad aside, $(grep -c '"record":"summary"' log) summaries"
+	[ "$status" -eq 1 ] && [ "$bad" -gt 0 ] && [ "$good" -gt 0 ] && [ $((bad + good)) -eq 20 ] &&
+		[ "$(grep -c '"record":"summary"' log)" -eq "$1" ]
+)
+if need_python "states that are not finite" numpy,xxhash; then
+	tests=$(cd "$top_srcdir/tests" && pwd)
+	check "a target with an expert of NaN" "$PYTHON" "$tests/make_model.py" --type qwen3_moe --layers 2 --experts 8 --topk 1 \
+		--nan model.layers.0.mlp.experts.3.down_proj.weight "$tmp/nan.model"
+	check "rows for it" "$PYTHON" "$tests/make_tokens.py" --model "$tmp/nan.model" --rows 20 --lengths 1 --shard-size 1 \
+		--layer-ids 0 --recipe "$tmp/nan.yaml" "$tmp/nan.tokens"
+	check "one rank sets shards aside" aside 1
+	check "3 ranks do, and publish the others" aside 3
+	check "the same ones" diff -r "$tmp/aside1" "$tmp/aside3"
 fi
 
 # ---- what fits -----------------------------------------------------------------------------------------------------------------
