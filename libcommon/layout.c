@@ -89,7 +89,6 @@ static bool fit_blocks(const struct plan *p, const struct budget *b, uint64_t me
 			blocks = (b->most.experts + now - 1) / now;
 			x->c.block = (b->most.experts + blocks - 1) / blocks;
 		}
-
 		add_up(p, b, x);
 		if (!memory || x->total <= memory)
 			return true;
@@ -122,11 +121,18 @@ static bool fit(const struct plan *p, const struct budget *b, const struct layou
 	return false;
 }
 
+/* Has the plan's shard group several ranks, which may gather? */
+static bool is_group(const struct plan *p)
+{
+	return p->world / p->replicate > 1;
+}
+
 static struct candidate candidate(const struct plan *p, enum residency r)
 {
-	return (struct candidate){
-		.c = { .residency = r, .mesh = { p->world, p->ep, p->replicate, gathers(r) } }
-	};
+	bool cut = gathers(r) && is_group(p);
+
+	return (struct candidate){ .c = { .residency = r,
+					  .mesh = { p->world, p->ep, p->replicate, cut } } };
 }
 
 /* The sentence about what does not fit: what is always held, a unit that comes and goes, or all. */
@@ -196,7 +202,7 @@ static int too_large(const struct candidate *x, const struct layout_options *o, 
 static int order(const struct plan *p, const struct recipe *r, const struct target *target,
 		 const struct layout_options *o, enum residency out[WEIGHTS_COUNT])
 {
-	bool group = p->world / p->replicate > 1;
+	bool group = is_group(p);
 	int n = 0;
 
 	if (o->weights >= 0) {
@@ -276,7 +282,7 @@ static int list_all(struct plan *p, const struct budget *b, const struct candida
 
 		if ((enum residency)r == chosen->c.residency)
 			x = *chosen;
-		else if (gathers((enum residency)r) && p->world / p->replicate == 1)
+		else if (gathers((enum residency)r) && !is_group(p))
 			continue;
 		else
 			fit(p, b, o, &x);
@@ -709,7 +715,6 @@ static int plan_copy(struct plan *p, const struct recipe *r, const struct tokens
 static int plan_target_facts(struct plan *p, const struct recipe *r, struct target *target,
 			     const struct checkpoint *c, char derived[DIGEST_HEX], struct err *e)
 {
-
 	p->config = json_incref(c->config);
 	p->g.hidden = target->hidden;
 	p->g.vocab = target->vocab;

@@ -114,6 +114,19 @@ for form in raw lz4; do
 done
 LOAD=
 
+# A shard group of one rank gathers nothing: its ranks need no connection.
+alone() {
+	rm -rf "$tmp/v" "$tmp/stage"
+	(cd "$golden/$case" && dspark-plan -q -c recipe.yaml -t tokens.safetensors --device cpu --world 2 --weights "$1" \
+		--set distributed.dp_replicate_size=2 --set "recipe_args.cache_output_dir=$tmp/v" >"$tmp/plan" &&
+	 dspark-load -q -s "$tmp/stage" "$tmp/plan" >"$tmp/run" && dspark-forward -q --rank 1 "$tmp/run" >"$tmp/log" &&
+	 dspark-forward -q --rank 0 "$tmp/run" >"$tmp/log" && dspark-manifest merge -q "$tmp/v" >"$tmp/merged") &&
+		diff -r "$tmp/one" "$tmp/v"
+}
+for weights in gather gather,stream; do
+	check "$case: 2 ranks, $weights, dp_replicate_size 2, one by one" alone $weights
+done
+
 # Whatever their plans would have them do together.
 differ() {
 	for weights in resident gather; do
