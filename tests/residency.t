@@ -84,6 +84,7 @@ if [ -z "${DSPARK_TEST_QUICK-}" ]; then
 	one_case qwen3-untied-bias-yarn 1
 	one_case glm52-bf16 12
 	one_case glm5-halfsplit-groups 16
+	one_case glm52-fp8 4
 fi
 
 # ---- what a plan can add -----------------------------------------------------------------------------------------------------

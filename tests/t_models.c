@@ -408,7 +408,8 @@ int main(void)
 {
 	static const char *const cases[] = { "qwen3-sliding-v5", "qwen3-untied-bias-yarn",
 					     "qwen3moe-mixed-v5", "qwen3moe-norm",
-					     "glm52-bf16", "glm5-halfsplit-groups" };
+					     "glm52-bf16", "glm5-halfsplit-groups",
+					     "glm52-fp8" };
 	const char *top = getenv("top_srcdir");
 	char out[] = "/tmp/dspark-models.XXXXXX", path[4096];
 

@@ -37,6 +37,7 @@ struct job {
 	float scale;
 	int64_t group, heads, parts; /* heads of a kv head; of a tile, rounded up; its tiles */
 	bool within;                 /* values are the first columns of the keys */
+	int64_t strip;               /* columns of values that are packed together, 0 = unknown */
 	const struct piece *piece;
 };
 
@@ -44,7 +45,7 @@ struct job {
 struct desk {
 	/* operands: [heads, width], [BLOCK, width], [BLOCK, value], [heads, BLOCK] */
 	char *q, *rows, *values, *p;
-	char *packed_q, *packed_v;
+	char *packed_q, *packed_v, *strips;
 	float *scores, *pv, *sums; /* [BLOCK, heads], [heads, value], [heads, value] */
 	float *max, *total, *fade; /* [heads] */
 	char *scratch;
@@ -70,6 +71,7 @@ static size_t desk_at(const struct job *j, char *p, struct desk *w)
 		heads * BLOCK * size,
 		j->qk->packed_bytes,
 		j->pv->packed_bytes,
+		BLOCK * (size_t)j->pv->N * size,
 		BLOCK * heads * sizeof(float),
 		heads * (size_t)j->pv->N * sizeof(float),
 		heads * (size_t)j->pv->N * sizeof(float),
@@ -90,13 +92,14 @@ static size_t desk_at(const struct job *j, char *p, struct desk *w)
 				    .p = p + off[3],
 				    .packed_q = p + off[4],
 				    .packed_v = p + off[5],
-				    .scores = (float *)(p + off[6]),
-				    .pv = (float *)(p + off[7]),
-				    .sums = (float *)(p + off[8]),
-				    .max = (float *)(p + off[9]),
-				    .total = (float *)(p + off[10]),
-				    .fade = (float *)(p + off[11]),
-				    .scratch = p + off[12] };
+				    .strips = p + off[6],
+				    .scores = (float *)(p + off[7]),
+				    .pv = (float *)(p + off[8]),
+				    .sums = (float *)(p + off[9]),
+				    .max = (float *)(p + off[10]),
+				    .total = (float *)(p + off[11]),
+				    .fade = (float *)(p + off[12]),
+				    .scratch = p + off[13] };
 	return off[sizeof bytes / sizeof *bytes];
 }
 
@@ -139,15 +142,68 @@ static void fetch(const struct job *j, struct tensor from, int64_t c0, int64_t w
 			memset(to + (size_t)i * pitch, 0, pitch);
 }
 
-static void take_values(const struct job *j, const struct desk *w)
+/*
+ * oneDNN reads values in strips of columns, row by row, in BF16 two rows side by side: written so
+ * at once they need not be put in order by it. `values` has `pitch` numbers from row to row; what
+ * lies behind the values makes columns that nobody reads.
+ */
+static void pack_strips(const struct job *j, const char *values, int64_t pitch, int64_t strip,
+			char *packed)
 {
-	size_t size = dtype_size(j->operand), from = (size_t)j->qk->K * size,
-	       to = (size_t)j->pv->N * size, n = (size_t)j->a->value_width * size;
+	float *to = (float *)packed;
+	uint32_t *pairs = (uint32_t *)packed;
 
-	for (size_t i = 0; i < BLOCK; i++) {
-		memcpy(w->values + i * to, w->rows + i * from, n);
-		memset(w->values + i * to + n, 0, to - n);
+	for (int64_t c = 0; c < j->pv->N; c += strip)
+		for (int64_t i = 0; i < BLOCK && j->operand == DT_F32; i++, to += strip)
+			memcpy(to, (const float *)values + i * pitch + c,
+			       (size_t)strip * sizeof *to);
+	for (int64_t c = 0; c < j->pv->N; c += strip)
+		for (int64_t i = 0; i < BLOCK && j->operand != DT_F32; i += 2, pairs += strip) {
+			const uint16_t *a = (const uint16_t *)values + i * pitch + c,
+				       *b = a + pitch;
+
+			for (int64_t k = 0; k < strip; k++)
+				pairs[k] = a[k] | (uint32_t)b[k] << 16;
+		}
+}
+
+/* Whether it does: held against what oneDNN makes of numbers that are all different in a strip. */
+static int64_t find_strip(const struct job *j, const struct desk *w, struct err *e)
+{
+	static const int64_t strips[] = { 64, 48, 32, 16 };
+	const struct product *x = j->pv;
+	size_t bytes = (size_t)(BLOCK * x->N) * dtype_size(j->operand);
+
+	for (int64_t i = 0; i < BLOCK * x->N; i++)
+		if (j->operand == DT_F32)
+			((float *)w->values)[i] = (float)i;
+		else
+			((uint16_t *)w->values)[i] = (uint16_t)(i % 0x7f7f);
+	if (x->packed_bytes != bytes || onednn_pack(x, w->packed_v, w->values, w->scratch, e))
+		return 0;
+	for (size_t s = 0; s < sizeof strips / sizeof *strips; s++) {
+		if (x->N % strips[s])
+			continue;
+		pack_strips(j, w->values, x->N, strips[s], w->strips);
+		if (!memcmp(w->strips, w->packed_v, bytes))
+			return strips[s];
 	}
+	return 0;
+}
+
+static int pack_values(const struct job *j, const struct task *t, int64_t first,
+		       const struct desk *w, struct err *e)
+{
+	int64_t pitch = j->within && j->strip ? j->qk->K : j->pv->N;
+	const char *values = j->within && j->strip ? w->rows : w->values;
+
+	if (values == w->values)
+		fetch(j, j->v, t->kv * j->a->value_width, j->a->value_width, t, first, w->values,
+		      j->pv->N);
+	if (!j->strip)
+		return onednn_pack(j->pv, w->packed_v, w->values, w->scratch, e);
+	pack_strips(j, values, pitch, j->strip, w->packed_v);
+	return 0;
 }
 
 /* Of LANES heads: the block's n scores to probabilities relative to the new maximum. */
@@ -226,12 +282,7 @@ static int one_block(const struct job *j, const struct task *t, int64_t first, s
 	for (int64_t h = 0; h < j->heads; h += LANES)
 		soften(j, w->scores + h, n, w->max + h, w->total + h, w->fade + h);
 	turn(j, w->scores, n, w->p);
-	if (j->within)
-		take_values(j, w);
-	else
-		fetch(j, j->v, t->kv * j->a->value_width, j->a->value_width, t, first, w->values,
-		      j->pv->N);
-	if (onednn_pack(j->pv, w->packed_v, w->values, w->scratch, e) ||
+	if (pack_values(j, t, first, w, e) ||
 	    onednn_run(&w->pv_call, w->pv, w->p, w->packed_v, w->scratch, e))
 		return -1;
 	accumulate(j, t, w);
@@ -313,6 +364,8 @@ void cpu_attention_at(struct device *d, struct tensor out, struct tensor q, stru
 			      .ld = BLOCK,
 			      .order = ORDER_KN };
 
+	struct desk w;
+
 	if (!ref_good(d) || !q.rows)
 		return;
 	j.operand = qk.operand = pv.operand = operand_of(d);
@@ -327,6 +380,8 @@ void cpu_attention_at(struct device *d, struct tensor out, struct tensor q, stru
 	j.pv = j.qk ? onednn_product(c->dnn, &pv, &d->err) : NULL;
 	if (!j.pv || !cpu_own(d, desk_at(&j, NULL, NULL)))
 		return;
+	desk_at(&j, c->own[0].p, &w);
+	j.strip = find_strip(&j, &w, &d->err);
 	for (j.piece = pieces; j.piece < pieces + n && ref_good(d); j.piece++)
 		run(&j);
 }
