@@ -76,10 +76,13 @@ bool session_has_peers(const struct session *s)
 /* From here on a signal ends waiting for other ranks. */
 static int connect_ranks(struct session *s, int *argc, char ***argv, struct err *e)
 {
-	if (comm_open(&s->comm, s->o->comm, (int)s->o->rank, argc, argv, e))
-		return -1;
+	int rc;
+
+	watchdog_enter(&s->dog, "connecting the ranks");
+	rc = comm_open(&s->comm, s->o->comm, (int)s->o->rank, argc, argv, e);
+	watchdog_leave(&s->dog);
 	s->comm.stop = &forward_stop;
-	return 0;
+	return rc;
 }
 
 /* A file is read by every rank; of connected ranks only rank 0 has a standard input. */
@@ -114,6 +117,11 @@ out:
 		free(buf);
 	text_release(&line);
 	return rc;
+}
+
+static int read_plan(struct session *s, struct err *e)
+{
+	return read_run(s, e) || plan_read(&s->plan, &s->run, e) ? -1 : 0;
 }
 
 static int check_world(struct session *s, struct err *e)
@@ -198,6 +206,13 @@ static int open_device(struct session *s, struct err *e)
 	return weights_open(&s->weights, &s->target, &s->stage, &s->dev, &w, e);
 }
 
+static int start_dog(struct session *s, struct err *e)
+{
+	if (s->dog.started || !plan_lockstep(&s->plan))
+		return 0;
+	return watchdog_start(&s->dog, s->plan.timeout_minutes * 60, file_abort_all, e);
+}
+
 /* Ranks that depend on each other give up one that is silent for too long. */
 static int bound_waiting(struct session *s, struct err *e)
 {
@@ -207,7 +222,7 @@ static int bound_waiting(struct session *s, struct err *e)
 		return 0;
 	s->comm.timeout = seconds;
 	s->comm.dog = &s->dog;
-	return watchdog_start(&s->dog, seconds, file_abort_all, e);
+	return start_dog(s, e);
 }
 
 /*
@@ -430,10 +445,20 @@ static int publish(struct session *s, struct err *e)
 int session_run(struct session *s, const struct session_options *o, int *argc, char ***argv,
 		struct err *e)
 {
+	bool file = o->run && strcmp(o->run, "-");
+	struct err connecting = ERR_INIT;
+
 	s->o = o;
 	s->start = log_seconds();
-	if (connect_ranks(s, argc, argv, e) || read_run(s, e) ||
-	    plan_read(&s->plan, &s->run, e) || check_world(s, e) || open_inputs(s, e) ||
+	/*
+	 * A file tells in time for how long ranks may wait for each other. Who cannot read it is
+	 * connected all the same: its failure ends the others.
+	 */
+	if (file && !read_plan(s, e))
+		start_dog(s, e);
+	if (connect_ranks(s, argc, argv, &connecting) && !e->code)
+		*e = connecting;
+	if (e->code || (!file && read_plan(s, e)) || check_world(s, e) || open_inputs(s, e) ||
 	    bound_waiting(s, e) || agree(s, e) || open_groups(s, e) || open_device(s, e) ||
 	    open_cache(s, e))
 		return -1;

@@ -36,7 +36,7 @@ struct watchdog {
  * Starts the thread. Once nothing was entered or left for `seconds` + 10 % + 2 s inside a call, it
  * prints what the call was, calls `last` (file_abort_all; may be NULL) and ends the process with
  * _exit(EXIT_FAILED). Time in which the process was stopped does not count. 0 seconds: no limit,
- * no thread. Call it after log_rank.
+ * no thread. Before log_rank the message names no rank.
  */
 int watchdog_start(struct watchdog *w, double seconds, void (*last)(void), struct err *e);
 
