@@ -11,6 +11,7 @@
 #include <sys/resource.h>
 
 #include "cache_view.h"
+#include "exchange.h"
 #include "file.h"
 #include "json.h"
 #include "mem.h"
@@ -168,6 +169,31 @@ static int open_stage(struct session *s, struct err *e)
 	return rc;
 }
 
+/* What memory is made for: a plan that says less than its own rules would be overrun. */
+static int check_sizes(const struct session *s, struct err *e)
+{
+	const struct plan *p = &s->plan;
+	struct stage_mesh m = stage_mesh(p);
+	struct routing most;
+	int64_t longest = 1;
+	int shares;
+
+	if (stage_shares(&m, &shares, e))
+		return -1;
+	for (int64_t i = 0; i < s->tokens.rows; i++)
+		if (tokens_length(&s->tokens, i) > longest)
+			longest = tokens_length(&s->tokens, i);
+	routing_most(&s->target, &most);
+	if (p->window_most < p->window_tokens || p->window_most < longest ||
+	    p->chunk_most < p->chunk_tokens || p->chunk_most < longest ||
+	    p->exchange_rows < exchange_rows(1, most.experts, most.k, p->ep))
+		return err_refuse(e,
+				  "%s: the plan's windows, chunks or rounds are smaller than its rows "
+				  "need: run dspark-plan again",
+				  s->run.name);
+	return 0;
+}
+
 static int open_inputs(struct session *s, struct err *e)
 {
 	struct target_options to = { s->plan.force_hf, s->plan.target_layers,
@@ -185,7 +211,7 @@ static int open_inputs(struct session *s, struct err *e)
 			   tokens);
 		goto out;
 	}
-	rc = open_stage(s, e);
+	rc = check_sizes(s, e) ? -1 : open_stage(s, e);
 out:
 	free(tokens);
 	return rc;
@@ -368,7 +394,9 @@ static void summarise(struct session *s)
 			 f->seconds > 0 ? (double)f->tokens_done / f->seconds : 0.0,
 			 (long long)c->shards);
 	else
-		log_info("nothing to do: every shard of this rank is published");
+		log_info("%s", plan_lockstep(&s->plan)
+				       ? "no rows of its own to do"
+				       : "nothing to do: every shard of this rank is published");
 }
 
 static int compute(struct session *s, struct err *e)
