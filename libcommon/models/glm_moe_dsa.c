@@ -22,7 +22,8 @@
 
 #define CONFIG "config.json"
 #define MOST_LAYERS 65536
-#define MOST_WIDTH  65536		/* of a head, of the latent */
+#define MOST_WIDTH  65536		/* of a head */
+#define MOST_LATENT 8192		/* its square is made */
 #define MOST_COUNT  (1 << 20)		/* heads, experts, chosen keys */
 #define LATENT_EPS  1e-6f		/* of norms inside attention, whatever rms_norm_eps is */
 #define RESIDUAL 0			/* carry: the residual stream, F32 [T,H] */
@@ -122,7 +123,7 @@ static int read_attention(struct glm *g, const json_t *c, struct err *e)
 
 	if (bounded(c, "num_attention_heads", 1, MOST_COUNT, &g->heads, e) ||
 	    bounded(c, "q_lora_rank", 1, INT32_MAX, &g->Q, e) ||
-	    bounded(c, "kv_lora_rank", 1, MOST_WIDTH, &g->C, e) ||
+	    bounded(c, "kv_lora_rank", 1, MOST_LATENT, &g->C, e) ||
 	    bounded(c, "qk_nope_head_dim", 1, MOST_WIDTH, &g->nope, e) ||
 	    bounded(c, "qk_rope_head_dim", 2, MOST_WIDTH, &g->rotated, e) ||
 	    bounded(c, "v_head_dim", 1, MOST_WIDTH, &g->value, e) ||
