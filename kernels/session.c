@@ -188,8 +188,8 @@ static int check_sizes(const struct session *s, struct err *e)
 	    p->chunk_most < p->chunk_tokens || p->chunk_most < longest ||
 	    p->exchange_rows < exchange_rows(1, most.experts, most.k, p->ep))
 		return err_refuse(e,
-				  "%s: the plan's windows, chunks or rounds are smaller than its rows "
-				  "need: run dspark-plan again",
+				  "%s: the plan's windows, chunks or rounds are smaller than its "
+				  "rows need: run dspark-plan again",
 				  s->run.name);
 	return 0;
 }
