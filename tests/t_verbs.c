@@ -717,7 +717,10 @@ static size_t heap(void)
 #define COPIES 8
 #define HEAP_NOISE 16384	/* freed pieces that the allocator still counts */
 
-/* Copies of a weight, after a first one with which comes what is made once for all of them. */
+/*
+ * Copies of a weight, after a first one with which comes what is made once for all of them, on a
+ * device of its own: an older one would hand out memory that it kept.
+ */
 static void one_weight_bytes(enum weight_use use, enum weight_unit unit, int64_t count,
 			     int64_t rows, int64_t cols)
 {
@@ -726,7 +729,9 @@ static void one_weight_bytes(enum weight_use use, enum weight_unit unit, int64_t
 	size_t before = 0, each;
 	uint64_t most_bytes;
 	bool left = false;
+	struct device old = dut;
 
+	bed_open(&dut, old.be->name, old.compute, 2);
 	for (int i = 0; i <= COPIES; i++) {
 		bed_weight(&dut, &w[i], use, unit, DT_BF16, count, rows, cols, v);
 		before = i ? before : heap();
@@ -742,6 +747,8 @@ static void one_weight_bytes(enum weight_use use, enum weight_unit unit, int64_t
 		left |= w[i].handle != NULL;
 	}
 	ok(!left, "%s", label("weight_free", "leaves no handle and may come twice"));
+	dut.be->close(&dut);
+	dut = old;
 	free(v);
 }
 
