@@ -248,6 +248,7 @@ static int bound_waiting(struct session *s, struct err *e)
 		return 0;
 	s->comm.timeout = seconds;
 	s->comm.dog = &s->dog;
+	s->cache.lock.patience = (struct cache_patience){ seconds, &forward_stop };
 	return start_dog(s, e);
 }
 
@@ -498,6 +499,9 @@ void session_end(struct session *s, int code)
 	struct comm *group[] = { &s->ep, &s->experts, &s->rows };
 
 	capture_abort(&s->capture);
+	/* it may be the lock that this rank waited for, and others wait for its end */
+	if (code && s->cache.lock.patience.seconds > 0)
+		s->cache.lock.patience.seconds = 0.001;
 	cache_close(&s->cache);
 	/* before memory goes that transfers under way may still write to */
 	if (code && session_has_peers(s))

@@ -440,7 +440,9 @@ int cache_open(struct cache *c, const char *dir, const struct geometry *g,
 	struct cache_state s = { 0 };
 	int rc = -1;
 
-	*c = (struct cache){ .g = *g, .rank = rank, .lock = CACHE_LOCK_INIT };
+	*c = (struct cache){ .g = *g,
+			     .rank = rank,
+			     .lock = { .fd = -1, .patience = c->lock.patience } };
 	memcpy(c->identity, id->digest, sizeof c->identity);
 	c->dir = mem_strdup(dir, e);
 	/* looked at twice: somebody else's directory must not even get our lock file */

@@ -88,7 +88,8 @@ struct cache_weights {
  * dspark.json, manifest.json (complete: false) and target_weights where absent or not of this
  * identity. `plan` is the plan's digest. `work` false (this rank will publish nothing) leaves a
  * cache that is there as it is: complete stays complete. `w` NULL leaves target_weights to
- * cache_open_weights or others. On failure nothing is held.
+ * cache_open_weights or others. On failure nothing is held. *c is a CACHE_INIT, c->lock.patience
+ * apart.
  */
 int cache_open(struct cache *c, const char *dir, const struct geometry *g,
 	       const struct identity *id, const char *plan, int rank, bool work,

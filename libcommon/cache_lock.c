@@ -11,6 +11,7 @@
 #include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "cache_lock.h"
@@ -21,6 +22,10 @@
 #define PLAN_NAME 64 /* a digest, with room */
 
 enum { OPENING, LIVING }; /* the two bytes */
+
+/* Between two tries of who does not wait for ever (ns). */
+#define PAUSE_SHORTEST 500000L
+#define PAUSE_LONGEST  50000000L
 
 static int lock_open(struct cache_lock *l, const char *dir, struct err *e)
 {
@@ -33,6 +38,35 @@ static int lock_open(struct cache_lock *l, const char *dir, struct err *e)
 	return l->fd < 0 ? err_input(e, "cannot open '%s'", l->path) : 0;
 }
 
+/* Byte 0, for as long as there is patience. */
+static int lock_opening(const struct cache_lock *l, struct err *e)
+{
+	const struct cache_patience *p = &l->patience;
+	struct timespec pause = { 0, PAUSE_SHORTEST };
+	double start = log_seconds(), waited;
+	int rc;
+
+	while ((rc = file_lock(l->fd, l->path, OPENING, FILE_EXCLUSIVE, p->seconds <= 0, e)) > 0) {
+		waited = log_seconds() - start;
+		if (p->stop && *p->stop)
+			return err_fail(e,
+					"stopped by a signal while waiting for the lock '%s'; "
+					"published shards are safe, the same command goes on",
+					l->path);
+		if (waited > p->seconds)
+			return err_fail(e,
+					"waited %.*f s for the lock '%s', held by another rank "
+					"that opens or closes the cache: look at the other ranks, "
+					"and give the same command again or plan with a larger "
+					"dist_env.timeout_minutes",
+					waited < 10, waited, l->path);
+		nanosleep(&pause, NULL);
+		if (pause.tv_nsec < PAUSE_LONGEST)
+			pause.tv_nsec *= 2;
+	}
+	return rc;
+}
+
 static bool has_no_locks(int number)
 {
 	return number == ENOLCK || number == EOPNOTSUPP || number == ENOSYS || number == EINVAL;
@@ -43,7 +77,8 @@ static int lock_enter(struct cache_lock *l, struct err *e)
 {
 	struct err local = ERR_INIT;
 
-	l->works = !file_lock(l->fd, l->path, OPENING, FILE_EXCLUSIVE, true, &local);
+	errno = 0;
+	l->works = !lock_opening(l, &local);
 	if (l->works)
 		return 0;
 	if (!has_no_locks(errno))
@@ -113,7 +148,7 @@ static int lock_join(struct cache_lock *l, const char *dir, const char *plan, st
 
 int cache_lock_begin(struct cache_lock *l, const char *dir, const char *plan, struct err *e)
 {
-	*l = (struct cache_lock)CACHE_LOCK_INIT;
+	*l = (struct cache_lock){ .fd = -1, .patience = l->patience };
 	if (lock_open(l, dir, e) || lock_enter(l, e) || (l->works && lock_join(l, dir, plan, e))) {
 		cache_lock_end(l);
 		return -1;
@@ -131,7 +166,7 @@ void cache_lock_opened(struct cache_lock *l)
 
 int cache_lock_again(struct cache_lock *l, struct err *e)
 {
-	return l->works ? file_lock(l->fd, l->path, OPENING, FILE_EXCLUSIVE, true, e) : 0;
+	return l->works ? lock_opening(l, e) : 0;
 }
 
 /*
@@ -143,7 +178,7 @@ void cache_lock_end(struct cache_lock *l)
 	struct err ignored = ERR_INIT;
 
 	if (l->fd >= 0 && l->works &&
-	    !file_lock(l->fd, l->path, OPENING, FILE_EXCLUSIVE, true, &ignored) &&
+	    !lock_opening(l, &ignored) &&
 	    !file_lock(l->fd, l->path, LIVING, FILE_EXCLUSIVE, false, &ignored) &&
 	    ftruncate(l->fd, 0))
 		log_debug("cannot empty '%s'", l->path);

@@ -301,4 +301,43 @@ damaged() {
 	return "$rc"
 }
 check "a rank whose weights are damaged ends all at once" damaged
+# A rank that is stopped while it opens the cache, or writes target_weights, keeps the lock for which the others wait.
+hold() {
+	"$PYTHON" -c 'import fcntl, time
+f = open("v/.dspark.lock", "a")
+fcntl.lockf(f, fcntl.LOCK_EX, 1, 0)
+print("held", flush=True)
+time.sleep(1000)' >held &
+	holder=$!
+	while ! grep -q held held; do sleep 0.01; done
+}
+
+let_go() {
+	kill "$holder"
+	wait "$holder" 2>/dev/null
+}
+
+locked() {
+	rm -rf v
+	mkdir v
+	staged v "$name.locked" gather || return
+	hold
+	start "$name.locked"
+	ended
+	rc=$?
+	let_go
+	[ "$rc" -eq 0 ] && [ "$status" -eq 3 ] && grep '^dspark-forward.*lock' err && goes_on v "$name.locked" gather
+}
+check "the cache's lock is never given back" locked
+locked_later() {
+	rm -rf v
+	staged v "$name.locked" gather && start "$name.locked" || return
+	while kill -0 "$launcher" 2>/dev/null && [ ! -s v/.dspark.lock ]; do sleep 0.005; done
+	hold
+	ended
+	rc=$?
+	let_go
+	[ "$rc" -eq 0 ] && sound v && goes_on v "$name.locked" gather
+}
+check "the lock is taken while ranks run" locked_later
 done_testing
