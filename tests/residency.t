@@ -78,7 +78,7 @@ one_case() {
 
 one_case qwen3moe-norm 16
 if [ -z "${DSPARK_TEST_QUICK-}" ]; then
-	one_case qwen3moe-mixed-v5 4
+	one_case qwen3moe-mixed-v5 10
 	one_case qwen3moe-yarn 8
 	one_case e2e-qwen3moe-parquet 8
 	one_case qwen3-untied-bias-yarn 1
@@ -130,7 +130,7 @@ done
 # Whatever their plans would have them do together.
 differ() {
 	for weights in resident gather; do
-		(cd "$golden/$case" && dspark-plan -q -c recipe.yaml -t tokens.safetensors --device cpu --world 2 --weights $weights \
+		(cd "$golden/$case" && dspark-plan -q -c recipe.yaml -t tokens.safetensors --device cpu --world 2 --weights "$weights" \
 			--set "recipe_args.cache_output_dir=$tmp/none" >"$tmp/plan" &&
 		 dspark-load -q -s "$tmp/stage.$weights" "$tmp/plan" >"$tmp/run.$weights") || return
 	done
