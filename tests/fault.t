@@ -95,9 +95,24 @@ published() {
 }
 
 # ---- what must hold afterwards -----------------------------------------------------------------------------------------------
+# Until the launcher ends. A rank that was stopped when its work was done, and all others have ended, holds up nobody but the
+# launcher: it may go on.
+await_end() {
+	alone=0
+	while [ -d "/proc/$launcher" ] && ! grep -q '^State:.Z' "/proc/$launcher/status" 2>/dev/null; do
+		last=$(pids)
+		if [ "$(echo "$last" | grep -c .)" -eq 1 ] && grep -q '^State:.T' "/proc/$last/status" 2>/dev/null; then
+			alone=$((alone + 1))
+			if [ "$alone" -eq 20 ]; then kill -CONT "$last"; fi
+		fi
+		sleep 0.1
+	done
+}
+
 # ended: the launcher ends in time, with $status, and no rank stays behind
 ended() {
 	since=$(now)
+	await_end
 	wait "$launcher"
 	status=$?
 	took=$(($(now) - since))
