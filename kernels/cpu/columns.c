@@ -76,18 +76,6 @@ void cpu_layer_norm(struct device *d, struct tensor out, struct tensor x, const 
 	}
 }
 
-static void copy_run(void *dst, enum dtype to, const void *src, enum dtype from, int64_t n)
-{
-	if (to == from)
-		memcpy(dst, src, (size_t)n * dtype_size(to));
-	else if (to == DT_F32)
-		run_load(dst, src, from, n);
-	else if (from == DT_F32)
-		run_save(dst, to, src, n);
-	else
-		dtype_convert(dst, to, src, from, (size_t)n);
-}
-
 void cpu_copy(struct device *d, struct tensor out, int64_t out_step, struct tensor x,
 	      int64_t x_step, int64_t width, int n)
 {
@@ -96,6 +84,7 @@ void cpu_copy(struct device *d, struct tensor out, int64_t out_step, struct tens
 #pragma omp parallel for num_threads(d->threads) schedule(static)
 	for (int64_t t = 0; t < out.rows; t++)
 		for (int i = 0; i < n; i++)
-			copy_run(ref_at(out, t, i * out_step), out.dtype, ref_at(x, t, i * x_step),
+			run_convert(ref_at(out, t, i * out_step), out.dtype,
+				    ref_at(x, t, i * x_step),
 				 x.dtype, width);
 }

@@ -212,6 +212,19 @@ static inline void run_save(void *dst, enum dtype d, const float *src, int64_t n
 	}
 }
 
+static inline void run_convert(void *dst, enum dtype to, const void *src, enum dtype from,
+			       int64_t n)
+{
+	if (to == from)
+		memcpy(dst, src, (size_t)n * dtype_size(to));
+	else if (to == DT_F32)
+		run_load(dst, src, from, n);
+	else if (from == DT_F32)
+		run_save(dst, to, src, n);
+	else
+		dtype_convert(dst, to, src, from, (size_t)n);
+}
+
 /*
  * memcpy past the caches, whole lines of dst at least: large results need not be read before they
  * are written. Other threads see it after run_stream_end by this one.

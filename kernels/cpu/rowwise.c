@@ -32,25 +32,14 @@ void cpu_upload(struct device *d, struct tensor out, const void *src)
 		memcpy(ref_at(out, t, 0), (const char *)src + (size_t)t * row, row);
 }
 
-static void convert(void *dst, enum dtype to, const void *src, enum dtype from, int64_t n)
-{
-	if (to == from)
-		memcpy(dst, src, (size_t)n * dtype_size(to));
-	else if (to == DT_F32)
-		run_load(dst, src, from, n);
-	else if (from == DT_F32)
-		run_save(dst, to, src, n);
-	else
-		dtype_convert(dst, to, src, from, (size_t)n);
-}
-
 void cpu_store(struct device *d, void *dst, enum dtype to, int64_t dst_ld, struct tensor x)
 {
 	if (!ref_good(d))
 		return;
 #pragma omp parallel for num_threads(d->threads) schedule(static)
 	for (int64_t t = 0; t < x.rows; t++)
-		convert((char *)dst + (size_t)(t * dst_ld) * dtype_size(to), to, ref_at(x, t, 0),
+		run_convert((char *)dst + (size_t)(t * dst_ld) * dtype_size(to), to,
+			    ref_at(x, t, 0),
 			x.dtype, x.cols);
 }
 

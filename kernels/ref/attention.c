@@ -37,19 +37,24 @@ static double score(const struct query *s, int64_t key)
 }
 
 /* Fills p with the probabilities; the sink, if any, only takes its part of the denominator. */
+void ref_softmax(double *p, int64_t n, const float *sink)
+{
+	double max = sink ? *sink : -INFINITY, sum;
+
+	for (int64_t j = 0; j < n; j++)
+		max = p[j] > max ? p[j] : max;
+	sum = sink ? exp(*sink - max) : 0;
+	for (int64_t j = 0; j < n; j++)
+		sum += p[j] = exp(p[j] - max);
+	for (int64_t j = 0; j < n; j++)
+		p[j] /= sum;
+}
+
 static void softmax(const struct query *s)
 {
-	double sink = s->a->sink ? ref_vector(s->a->sink)[s->head] : -INFINITY, max = sink, sum;
-
-	for (int64_t j = 0; j < s->n; j++) {
+	for (int64_t j = 0; j < s->n; j++)
 		s->p[j] = score(s, s->key + j);
-		max = s->p[j] > max ? s->p[j] : max;
-	}
-	sum = s->a->sink ? exp(sink - max) : 0;
-	for (int64_t j = 0; j < s->n; j++)
-		sum += s->p[j] = exp(s->p[j] - max);
-	for (int64_t j = 0; j < s->n; j++)
-		s->p[j] /= sum;
+	ref_softmax(s->p, s->n, s->a->sink ? &ref_vector(s->a->sink)[s->head] : NULL);
 }
 
 static void one_query(const struct query *s, struct tensor out)

@@ -49,17 +49,9 @@ static double score(const struct query *s, int64_t j)
 
 static void softmax(const struct query *s)
 {
-	double sink = s->a->sink ? ref_vector(s->a->sink)[s->head] : -INFINITY, max = sink, sum;
-
-	for (int64_t j = 0; j < s->n; j++) {
+	for (int64_t j = 0; j < s->n; j++)
 		s->p[j] = score(s, j);
-		max = s->p[j] > max ? s->p[j] : max;
-	}
-	sum = s->a->sink ? exp(sink - max) : 0;
-	for (int64_t j = 0; j < s->n; j++)
-		sum += s->p[j] = exp(s->p[j] - max);
-	for (int64_t j = 0; j < s->n; j++)
-		s->p[j] /= sum;
+	ref_softmax(s->p, s->n, s->a->sink ? &ref_vector(s->a->sink)[s->head] : NULL);
 }
 
 static void one_head(const struct query *s, struct tensor out)

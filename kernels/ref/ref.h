@@ -125,6 +125,8 @@ int ref_fill_usable(const struct weight *w, enum dtype from, const void *scales,
 const char *ref_operands(const struct weight *w, int64_t index, int64_t row, void *work);
 
 float ref_act(const struct act *a, float g, float u);
+/* p[n] = exp(p[j]) / (sum of exp(p) + exp(*sink)); sink NULL = none. */
+void ref_softmax(double *p, int64_t n, const float *sink);
 
 /* One token's choice; `work` has room for 2 * experts floats. */
 void ref_route_row(int32_t *ids, float *weights, const float *logits, const struct router *r,
