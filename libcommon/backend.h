@@ -71,13 +71,21 @@ enum weight_unit { WEIGHT_BULK /* compute dtype */, WEIGHT_FP32, WEIGHT_RAW /* i
 /*
  * Packed storage: codes in blocks of block_rows x block_cols that share a scale (blocks are indexed
  * by global row and column).
+ *
+ *	CODE_F8_E4M3	a byte, F8_E4M3
+ *	CODE_MXFP4	half a byte, U8 or I8 [rows, ceil(cols / 2)]: bit 3 the sign, bits 0..2 one of
+ *			0, 0.5, 1, 1.5, 2, 3, 4, 6
+ *	CODE_INT4	half a byte, I32 [rows, ceil(cols / 8)]: the integer code - 8
+ *
+ * Of two codes in a byte the one in the low half belongs to the even column. A row of codes begins
+ * with an element of its tensor.
  */
 struct quant {
 	enum { CODE_F8_E4M3, CODE_MXFP4, CODE_INT4 } code;
-	int block_rows, block_cols;
+	int block_rows, block_cols;	/* QUANT_ALL_COLS: the whole row */
 	/*
-	 * DT_F32, DT_BF16, DT_F8_E8M0 (value 2^(byte-127)), DT_U8 (the same bytes under another
-	 * tag)
+	 * DT_F32, DT_BF16, DT_F16, DT_F8_E8M0 (value 2^(byte-127)), DT_U8 (the same bytes under
+	 * another tag)
 	 */
 	enum dtype scale;
 	/* replaces ".weight" in the name of the codes, NULL = the name itself */
@@ -86,6 +94,8 @@ struct quant {
 	const char *scale_suffix;
 	bool zero_scale_is_zero;	/* scale byte 0 means 0, not 2^-127 */
 };
+
+#define QUANT_ALL_COLS (1 << 30)
 
 /*
  * Different rows of scales among 64 rows of a weight: blocks begin anew with every part of it, of
@@ -207,6 +217,20 @@ struct device_options {
 	int threads;			/* 0 = OMP_NUM_THREADS, else cores / local ranks */
 	int local_rank, local_size;
 };
+
+/*
+ * Where a device's time went, in seconds since it was opened: the verbs, weights on their way to it,
+ * states on their way from it. Beside each other, not one after the other.
+ */
+struct device_times {
+	double compute, upload, download;
+};
+
+/*
+ * What a device that has memory of its own takes of it at most for itself: the context of its
+ * driver, the code of its kernels, workspaces and buffers on the way.
+ */
+#define DEVICE_OWN_BYTES ((uint64_t)1536 << 20)
 
 struct backend {
 	const char *name;		/* "ref", "cpu", "cuda" */
@@ -382,6 +406,22 @@ struct backend {
 	 */
 	void (*combine)(struct device *d, struct tensor sum, struct tensor y, struct tensor index,
 			struct tensor weights, bool add);
+
+	/* ---- of devices that have memory of their own; NULL where it is host memory ---- */
+
+	/*
+	 * Lets the device copy to and from host memory that was allocated apart (mem_aligned of
+	 * whole pages) without a stop on the way: stores to it then run beside the verbs. unpin
+	 * comes before the memory goes. Memory that is not pinned works all the same.
+	 */
+	int (*pin)(struct device *d, void *p, size_t bytes, struct err *e);
+	void (*unpin)(struct device *d, void *p);
+
+	/* Bytes of device memory that are free now, and all there are. */
+	int (*room)(struct device *d, uint64_t *free, uint64_t *all, struct err *e);
+
+	/* After sync: what was counted up to it. */
+	void (*times)(struct device *d, struct device_times *t);
 };
 
 struct device {
