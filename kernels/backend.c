@@ -18,7 +18,11 @@ static const struct {
 #else
 	{ "cpu", &backend_ref },	/* slow, but the same verbs */
 #endif
+#ifdef HAVE_CUDA
+	{ "cuda", &backend_cuda },
+#else
 	{ "cuda", NULL },
+#endif
 };
 
 #define TABLE (sizeof table / sizeof table[0])

@@ -6,6 +6,7 @@
  * Sources, what they need, and what decides whether they are built:
  *	backend.c comm.c comm_self.c session.c watchdog.c ref/ *.c	-lm; always
  *	cpu/ *.c	HAVE_ONEDNN: -ldnnl and OpenMP
+ *	cuda/ *.cu	HAVE_CUDA: nvcc and libcudart_static; for tests also the host's C++ compiler
  *	comm_mpi.c	HAVE_MPI: the flags of mpicc
  *
  * All but comm_mpi.c are compiled with -ffp-contract=off (a fused product in one loop and not in
@@ -20,7 +21,7 @@
 #include "backend.h"
 #include "comm.h"
 
-/* Opens device `d` with the backend called `name`: "ref" or "cpu". */
+/* Opens device `d` with the backend called `name`: "ref", "cpu" or "cuda". */
 int backend_open(struct device *d, const char *name, const struct device_options *o, struct err *e);
 
 /* Names of the backends in this build, NULL-ended. */
@@ -53,6 +54,6 @@ int comm_mpi_open(struct comm *c, int *argc, char ***argv, struct err *e);
 /* Largest single transfer in bytes, 1 GiB; tests make it small to reach the cuts. At least 1. */
 extern uint64_t comm_cut;
 
-extern const struct backend backend_ref, backend_cpu;
+extern const struct backend backend_ref, backend_cpu, backend_cuda;
 
 #endif
