@@ -54,6 +54,35 @@ static inline float *bed_numbers(int64_t n)
 	return p;
 }
 
+/*
+ * The backends to test: all of this build that need no device, or the one that BED_BACKEND names,
+ * when the program is compiled or when it runs.
+ */
+static inline const char *bed_only(void)
+{
+#ifdef BED_BACKEND
+	return BED_BACKEND;
+#else
+	return getenv("BED_BACKEND");
+#endif
+}
+
+static inline const char *const *bed_backends(void)
+{
+	static const char *names[8];
+	const char *const *all = backend_names();
+	size_t n = 0;
+
+	for (size_t i = 0; all[i] && n < 7; i++)
+		if (bed_only() ? !strcmp(all[i], bed_only()) : strcmp(all[i], "cuda") != 0)
+			names[n++] = all[i];
+	names[n] = NULL;
+	if (n)
+		return names;
+	printf("Bail out! backend '%s' is not in this build\n", bed_only());
+	exit(1);
+}
+
 static inline void bed_open(struct device *d, const char *backend, enum dtype compute, int threads)
 {
 	struct device_options o = { .compute = compute, .threads = threads, .local_size = 1 };
@@ -192,13 +221,13 @@ static inline bool bed_forced_isa(void)
  * Runs this program again under each instruction set that oneDNN can be held to below the best,
  * which the program itself has used (where the machine has less, it is used again). The runs print
  * their TAP to us; what fails there is shown, and each run is one test here. In such a run the
- * function returns at once.
+ * function returns at once, and where one backend alone is tested.
  */
 static inline void bed_each_isa(const char *self)
 {
 	static const char *const isa[] = { "SSE41", "AVX2", "AVX512_CORE", "AVX512_CORE_BF16" };
 
-	if (bed_forced_isa())
+	if (bed_forced_isa() || bed_only())
 		return;
 	for (size_t i = 0; i < sizeof isa / sizeof isa[0]; i++) {
 		char command[4096], line[1024];

@@ -568,7 +568,7 @@ int main(int argc, char **argv)
 		test_tables();
 		test_bytes();
 	}
-	for (const char *const *name = backend_names(); *name; name++)
+	for (const char *const *name = bed_backends(); *name; name++)
 		for (int c = 0; c < COUNT(types); c++) {
 			if (!strcmp(*name, "ref") && bed_forced_isa())
 				continue;

@@ -577,7 +577,7 @@ static void test_product_bits(enum dtype compute)
 int main(int argc, char **argv)
 {
 	(void)argc;
-	for (const char *const *name = backend_names(); *name; name++)
+	for (const char *const *name = bed_backends(); *name; name++)
 		for (int c = 0; c < COUNT(types); c++) {
 			bool itself = !strcmp(*name, "ref");
 
