@@ -35,16 +35,19 @@ struct walker {
 	const struct checkpoint *c;
 	uint64_t stored, grids; /* of the weight under way, whole */
 	uint64_t strip;
+	int64_t cols;	/* of it, 0 where its numbers are no parameters */
 };
 
-static void use(struct walker *w, const struct entry *t)
+static void use(struct walker *w, const struct entry *t, int64_t parameters)
 {
 	size_t i = (size_t)(t - w->c->entry);
 
-	if (!w->b->used || w->b->used[i])
+	if (!w->b->reads || w->b->reads[i])
 		return;
-	w->b->used[i] = true;
-	w->b->used_bytes += t->end - t->begin;
+	w->b->reads[i] = true;
+	w->b->used.tensors++;
+	w->b->used.parameters += parameters;
+	w->b->used.bytes += t->end - t->begin;
 }
 
 static int count_source(void *ctx, const struct weight_source *src, struct err *e)
@@ -55,11 +58,11 @@ static int count_source(void *ctx, const struct weight_source *src, struct err *
 	if (src->entry->ndim < 0)
 		return 0;
 	w->stored += (uint64_t)src->rows * entry_row_bytes(src->entry);
-	use(w, src->entry);
+	use(w, src->entry, src->rows * w->cols);
 	if (src->scale && src->scale->ndim >= 0) {
 		w->grids += src->scale->end - src->scale->begin;
 		w->strip = entry_row_bytes(src->scale);
-		use(w, src->scale);
+		use(w, src->scale, 0);
 	}
 	return 0;
 }
@@ -75,6 +78,7 @@ static int visit(struct weight_walk *walk, const struct weight_spec *s, struct e
 	if (mem_grow(&b->weight, &b->cap, b->n + 1, sizeof *b->weight, e))
 		return -1;
 	w->stored = w->grids = w->strip = 0;
+	w->cols = s->kind == WEIGHT_RAW ? 0 : s->cols;
 	if (weight_resolve(s, &w->c->catalogue, &storage, count_source, w, e))
 		return -1;
 	*s->field = (struct weight){ .count = storage.stored == DT_NONE ? 0 : s->count,
@@ -99,27 +103,68 @@ static int visit(struct weight_walk *walk, const struct weight_spec *s, struct e
 	return 0;
 }
 
+/* The name of the tensor that nobody reads, or what those of several begin with, and "*". */
+static int name_unused(struct budget *b, const struct checkpoint *c, struct err *e)
+{
+	const char *first = NULL;
+	size_t n = 0, same, names = 0;
+
+	for (size_t i = 0; i < c->nentries; i++) {
+		const char *name = c->entry[i].name;
+
+		if (b->reads[i])
+			continue;
+		if (!names++) {
+			first = name;
+			n = strlen(name);
+		}
+		for (same = 0; same < n && name[same] == first[same];)
+			same++;
+		n = same;
+	}
+	while (names > 1 && n && first[n - 1] != '.')
+		n--;
+	if (!names)
+		return 0;
+	b->unused = mem_calloc(n + 2, 1, e);
+	if (!b->unused)
+		return -1;
+	memcpy(b->unused, first, n);
+	if (names > 1)
+		b->unused[n] = '*';
+	return 0;
+}
+
+static int count_checkpoint(struct budget *b, const struct checkpoint *c, struct err *e)
+{
+	b->reads = mem_calloc(c->nentries, sizeof *b->reads, e);
+	if (!b->reads)
+		return -1;
+	b->checkpoint.tensors = (int64_t)c->nentries;
+	for (size_t i = 0; i < c->nentries; i++)
+		b->checkpoint.bytes += c->entry[i].end - c->entry[i].begin;
+	return 0;
+}
+
 int budget_open(struct budget *b, struct target *t, const struct checkpoint *c, enum dtype compute,
 		struct err *e)
 {
 	struct walker w = { .walk = { visit }, .b = b, .c = c };
 
 	*b = (struct budget){ .target = t, .compute = compute };
-	if (!c->partial) {
-		b->used = mem_calloc(c->nentries, sizeof *b->used, e);
-		if (!b->used)
-			return -1;
-		for (size_t i = 0; i < c->nentries; i++)
-			b->checkpoint_bytes += c->entry[i].end - c->entry[i].begin;
-	}
+	if (!c->partial && count_checkpoint(b, c, e))
+		return -1;
 	routing_most(t, &b->most);
-	return t->model->weights(t, &w.walk, e);
+	if (t->model->weights(t, &w.walk, e))
+		return -1;
+	return b->reads ? name_unused(b, c, e) : 0;
 }
 
 void budget_release(struct budget *b)
 {
 	free(b->weight);
-	free(b->used);
+	free(b->reads);
+	free(b->unused);
 	memset(b, 0, sizeof *b);
 }
 

@@ -26,8 +26,9 @@ struct budget {
 	struct budget_weight *weight;	/* in walk order */
 	size_t n, cap;
 	struct routing most;		/* experts 0: no layer routes */
-	bool *used;			/* [entries of the checkpoint] that the walk reads */
-	uint64_t checkpoint_bytes, used_bytes;	/* of tensors; 0 in an estimate */
+	bool *reads;			/* [entries of the checkpoint] that the walk reads */
+	struct plan_tensors checkpoint, used;
+	char *unused;			/* a pattern of the others' names, or NULL */
 };
 
 /* How a rank's weights are kept. */

@@ -135,64 +135,97 @@ static struct candidate candidate(const struct plan *p, enum residency r)
 					  .mesh = { p->world, p->ep, p->replicate, cut } } };
 }
 
-/* The sentence about what does not fit: what is always held, a unit that comes and goes, or all. */
-static void explain_size(const struct candidate *x, uint64_t memory, struct err *e)
+/* Why a candidate does not fit: what is always held, a unit that comes and goes, or all of it. */
+static void why_not(struct text *t, const struct candidate *x, uint64_t memory)
 {
 	const struct budget_weights *w = &x->weights;
-	struct text need = TEXT_INIT, have = TEXT_INIT, part = TEXT_INIT;
-	bool held = w->held > memory;
 
-	text_bytes(&need, (double)x->total);
-	text_bytes(&have, (double)memory);
-	text_bytes(&part, (double)(held ? w->held : w->largest));
-	if (held && x->c.residency != WEIGHTS_RESIDENT)
-		err_refuse(e,
-			   "%s weights need %s a rank, but --memory allows %s: a rank holds %s of "
-			   "them all the time; allow more%s",
-			   residency_name(x->c.residency), need.s, have.s, part.s,
-			   x->c.residency == WEIGHTS_GATHER
-				   ? ", use more ranks, or give --weights gather,stream"
-				   : "");
-	else if (w->layer >= 0 && w->held + w->working > memory)
-		err_refuse(e,
-			   "%s weights need %s a rank, but --memory allows %s: %s of layer %d, "
-			   "%s, does not fit as often as it is needed beside what is always held "
-			   "(%llu bytes): allow more%s",
-			   residency_name(x->c.residency), need.s, have.s,
-			   w->kind == UNIT_EXPERTS ? "a block of the experts"
-						   : "attention and dense part",
-			   w->layer, part.s, (unsigned long long)w->held,
-			   w->kind == UNIT_EXPERTS && x->c.mesh.ep > 1
-				   ? ", or raise distributed.ep_size"
-				   : "");
-	else
-		err_refuse(e,
-			   "%s weights need %s a rank (weights %llu, activations %llu, buffers "
-			   "%llu bytes%s), but --memory allows %s: allow more, or lower "
-			   "--window-tokens%s",
-			   residency_name(x->c.residency), need.s,
-			   (unsigned long long)(w->held + w->working),
-			   (unsigned long long)(x->scratch + x->exchange +
-						(x->spill ? 0 : x->carry)),
-			   (unsigned long long)(x->spill ? 0 : x->capture),
-			   x->spill ? ", windows spilled" : "", have.s,
-			   streams(x->c.residency) ? "" : ", or give --weights stream");
-	text_release(&need);
-	text_release(&have);
-	text_release(&part);
+	text_printf(t, "%s weights need ", residency_name(x->c.residency));
+	text_bytes(t, (double)x->total);
+	text_add(t, " a rank, but --memory allows ");
+	text_bytes(t, (double)memory);
+	if (w->held > memory) {
+		text_add(t, ": a rank holds ");
+		text_bytes(t, (double)w->held);
+		text_add(t, " of them all the time");
+	} else if (w->layer >= 0 && w->held + w->working > memory) {
+		text_printf(t, ": %s of layer %d, ",
+			    w->kind == UNIT_EXPERTS ? "a block of the experts"
+						    : "attention and dense part",
+			    w->layer);
+		text_bytes(t, (double)w->largest);
+		text_printf(t,
+			    ", does not fit as often as it is needed beside what is always held "
+			    "(%llu bytes)",
+			    (unsigned long long)w->held);
+	} else {
+		text_printf(t, ": weights %llu, activations %llu, buffers %llu bytes%s",
+			    (unsigned long long)(w->held + w->working),
+			    (unsigned long long)(x->scratch + x->exchange +
+						 (x->spill ? 0 : x->carry)),
+			    (unsigned long long)(x->spill ? 0 : x->capture),
+			    x->spill ? ", windows spilled" : "");
+	}
 }
 
-static int too_large(const struct candidate *x, const struct layout_options *o, struct err *e)
+/* Residencies from the fastest to the smallest; only the ranks of a group gather. */
+static int by_speed(const struct plan *p, enum residency out[WEIGHTS_COUNT])
 {
-	struct err why = ERR_INIT;
+	int n = 0;
 
-	if (!o->force) {
-		explain_size(x, o->memory, e);
-		return -1;
+	out[n++] = WEIGHTS_RESIDENT;
+	if (is_group(p)) {
+		out[n++] = WEIGHTS_GATHER;
+		out[n++] = WEIGHTS_GATHER_STREAM;
 	}
-	explain_size(x, o->memory, &why);
-	log_warn("%s", why.text);
-	return 0;
+	out[n++] = WEIGHTS_STREAM;
+	return n;
+}
+
+/* What would do instead of a candidate that does not fit. */
+static void what_fits(struct text *t, const struct plan *p, const struct budget *b,
+		      const struct layout_options *o, const struct candidate *x)
+{
+	enum residency list[WEIGHTS_COUNT];
+	struct candidate least = *x, y;
+	int n = by_speed(p, list);
+
+	for (int i = 0; i < n; i++) {
+		y = candidate(p, list[i]);
+		if (fit(p, b, o, &y)) {
+			text_printf(t, "; --weights %s fits, in ", residency_name(list[i]));
+			text_bytes(t, (double)y.total);
+			return;
+		}
+		if (y.total < least.total)
+			least = y;
+	}
+	text_add(t, "; no --weights fits: allow at least ");
+	text_bytes(t, (double)least.total);
+	text_printf(t, " (%llu bytes), for %s weights", (unsigned long long)least.total,
+		    residency_name(least.c.residency));
+	if (least.c.mesh.ep > 1 && least.weights.kind == UNIT_EXPERTS)
+		text_add(t, ", or raise distributed.ep_size");
+	if (least.window > p->longest)
+		text_add(t, ", or lower --window-tokens");
+}
+
+static int too_large(const struct plan *p, const struct budget *b, const struct candidate *x,
+		     const struct layout_options *o, struct err *e)
+{
+	struct text t = TEXT_INIT;
+	int rc = -1;
+
+	why_not(&t, x, o->memory);
+	what_fits(&t, p, b, o, x);
+	if (text_ok(&t, e))
+		goto out;
+	if (o->force)
+		log_warn("%s", t.s);
+	rc = o->force ? 0 : err_refuse(e, "%s", t.s);
+out:
+	text_release(&t);
+	return rc;
 }
 
 /*
@@ -215,13 +248,7 @@ static int order(const struct plan *p, const struct recipe *r, const struct targ
 						      : WEIGHTS_RESIDENT;
 		return n;
 	}
-	out[n++] = WEIGHTS_RESIDENT;
-	if (group) {
-		out[n++] = WEIGHTS_GATHER;
-		out[n++] = WEIGHTS_GATHER_STREAM;
-	}
-	out[n++] = WEIGHTS_STREAM;
-	return n;
+	return by_speed(p, out);
 }
 
 static void adopt(struct plan *p, const struct candidate *x)
@@ -323,13 +350,15 @@ static int plan_memory(struct plan *p, const struct recipe *r, struct target *ta
 	if (budget_open(&b, target, c, p->compute, e))
 		goto out;
 	p->exchange_rows = exchange_rows(p->chunk_most, b.most.experts, b.most.k, p->ep);
-	p->checkpoint_bytes = b.checkpoint_bytes;
-	p->used_bytes = b.used_bytes;
+	p->checkpoint = b.checkpoint;
+	p->used = b.used;
+	p->unused = b.unused;
+	b.unused = NULL;
 	for (int i = 0; i < n && !fits; i++) {
 		x = candidate(p, list[i]);
 		fits = fit(p, &b, o, &x);
 	}
-	if (!fits && too_large(&x, o, e))
+	if (!fits && too_large(p, &b, &x, o, e))
 		goto out;
 	consider_keeping(&x, p, &b, r, o);
 	adopt(p, &x);

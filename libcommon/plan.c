@@ -50,6 +50,7 @@ void plan_release(struct plan *p)
 	free(p->ids);
 	free(p->device);
 	free(p->balance);
+	free(p->unused);
 	free(p->cwd);
 	free(p->target_found);
 	memset(p, 0, sizeof *p);
@@ -137,15 +138,23 @@ static json_t *run_json(const struct plan *p)
 		"timeout_minutes", p->timeout_minutes, "balance", p->balance);
 }
 
+static json_t *checkpoint_json(const struct plan *p)
+{
+	return json_pack("{s:I, s:I, s:I, s:I, s:I, s:s?}",
+		"bytes", (json_int_t)p->checkpoint.bytes, "used", (json_int_t)p->used.bytes,
+		"tensors", (json_int_t)p->checkpoint.tensors,
+		"used_tensors", (json_int_t)p->used.tensors,
+		"used_parameters", (json_int_t)p->used.parameters, "unused", p->unused);
+}
+
 static json_t *plan_json(const struct plan *p)
 {
-	return json_pack("{s:s, s:i, s:i, s:b, s:s, s:s, s:s?, s:s, s:s, s:{s:I, s:I}, s:o, s:o, "
+	return json_pack("{s:s, s:i, s:i, s:b, s:s, s:s, s:s?, s:s, s:s, s:o, s:o, s:o, "
 		"s:o, s:o, s:O, s:s, s:O, s:O}",
 		"record", "plan", "version", p->version, "world", p->world, "runnable", p->runnable,
 		"target", p->target_dir, "cache_output_dir", p->cache_dir, "tokens", p->tokens,
 		"weights_xxh3_128", p->weights, "stage_key", p->stage_key,
-		"checkpoint", "bytes", (json_int_t)p->checkpoint_bytes, "used",
-		(json_int_t)p->used_bytes,
+		"checkpoint", checkpoint_json(p),
 		"cache", cache_json(p), "run", run_json(p), "rank_bytes", rank_json(p),
 		"memory", memory_json(p),
 		"identity", p->identity.json, "identity_xxh3_128", p->identity.digest,

@@ -38,6 +38,12 @@ enum residency {
 /* "resident", "gather", "stream", "gather,stream" */
 const char *residency_name(enum residency r);
 
+/* Tensors of a checkpoint, or some of them; 0 in an estimate that does not know them. */
+struct plan_tensors {
+	int64_t tensors, parameters;	/* parameters: of used weights alone, without scales */
+	uint64_t bytes;
+};
+
 /* Memory of ranks [first, last] under a residency: `total` of the four before it. */
 struct plan_memory {
 	enum residency residency;
@@ -90,7 +96,9 @@ struct plan {
 	/* Bytes of the cache, and of the memory of one rank. */
 	uint64_t shard_bytes, last_shard_bytes, target_weights_bytes, total_bytes, allocated_bytes;
 	uint64_t weight_bytes, scratch_bytes, carry_bytes, exchange_bytes, capture_bytes;
-	uint64_t checkpoint_bytes, used_bytes;	/* of its tensors, and of those that are read */
+	/* All, and those that are read; `unused` is a pattern of the others' names or NULL. */
+	struct plan_tensors checkpoint, used;
+	char *unused;
 	struct plan_memory *memory;	/* [nmemory] of every residency; not read back */
 	size_t nmemory, memory_cap;
 

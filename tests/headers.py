@@ -8,9 +8,11 @@
     headers.py --list       the models
 
 Prints one line of JSON: `tensors`, `parameters` and `bytes` of all of them, `files`, and `skipped`:
-what a checkpoint holds and the forward never looks at, as [name in the table, tensors, bytes];
-`published`: what is published of `parameters` and `bytes` without the skipped tensors, and of the
-skipped ones, in 10^9 with the digits that are known.
+what a checkpoint holds and the forward never looks at, as [name in the table, tensors, parameters,
+bytes];
+`parameters` are the numbers of all tensors, whatever they are stored as; scales are none.
+`published`: what is published, with the digits that are known: `tensors`, `files`, `G` parameters
+and `GB` in 10^9; `uG` and `uGB` are of all that is not skipped, `+GB` is of what is.
 
 Exit 77: the file system keeps no holes, or not such long files. DIR must be new or empty.
 
@@ -21,8 +23,10 @@ and to the names that the former uses.
     name     {layer} and {expert} are numbers; {a,b} stands for a and for b
     where    `once`, `all` layers, or a name that the function gives: layers, or yes or no
     shape    separated by commas; arithmetic over the function's names, ceil(a, b) rounds up
-    dtype    as safetensors spells it
-    skipped  the word, where the forward does not look at the tensor
+    dtype    as safetensors spells it; `q8` is BF16 or, where the function's name `q8` is true,
+             F8_E4M3 beside F32 scales of blocks of 128 x 128, named NAME_scale_inv
+    skipped  the word, where the forward does not look at the tensor, as it never does at layers
+             from `layers` on
 """
 
 import argparse
@@ -36,7 +40,9 @@ import struct
 import sys
 
 BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "F8_E8M0": 1, "U8": 1, "I32": 4, "I64": 8}
-SHARD = 4 * 10**9  # bytes of a file at most, if it holds more than one tensor
+SHARD = 5 << 30  # bytes of a file at most, if it holds more than one tensor
+
+SCALE = "_scale_inv"
 
 # ---- Qwen3, Qwen3-MoE ----------------------------------------------------------------------------
 
@@ -59,7 +65,7 @@ lm_head.weight                                                  copy  V,H      B
 
 # head: own, copy (tied, but stored) or none (tied). I of a MoE model names no tensor.
 QWEN3_MODELS = """
-model                  layers H    nq nkv I     experts Ie   head  G      GB    +GB
+model                  layers H    nq nkv I     experts Ie   head  uG     uGB   +GB
 Qwen3-0.6B             28     1024 16 8   3072  0       0    copy  0.596  1.19  0.31
 Qwen3-1.7B             28     2048 16 8   6144  0       0    copy  1.72   3.44  0.62
 Qwen3-4B               36     2560 32 8   9728  0       0    none  4.02   8.04  0
@@ -116,13 +122,125 @@ def qwen3(m):
         )
     names = {key: int(m[key]) for key in ("H", "nq", "nkv", "I", "Ie")}
     every = range(layers)
-    names.update(V=151936, D=128, E=experts, all=every)
+    names.update(V=151936, D=128, E=experts, all=every, layers=layers)
     names.update(moe=every if experts else [], dense=[] if experts else every)
     names.update(head=m["head"] == "own", copy=m["head"] == "copy")
     return config, names
 
 
-FAMILIES = [(qwen3, QWEN3_TENSORS, QWEN3_MODELS)]
+# ---- GLM-5, 5.1, 5.2 -----------------------------------------------------------------------------
+
+GLM_TENSORS = """
+model.embed_tokens.weight                                       once  V,H             BF16
+model.layers.{layer}.{input,post_attention}_layernorm.weight    all   H               BF16
+model.layers.{layer}.self_attn.q_a_proj.weight                  all   Q,H             q8
+model.layers.{layer}.self_attn.q_a_layernorm.weight             all   Q               BF16
+model.layers.{layer}.self_attn.q_b_proj.weight                  all   nq*(nope+rot),Q q8
+model.layers.{layer}.self_attn.kv_a_proj_with_mqa.weight        all   C+rot,H         q8
+model.layers.{layer}.self_attn.kv_a_layernorm.weight            all   C               BF16
+model.layers.{layer}.self_attn.kv_b_proj.weight                 all   nq*(nope+Dv),C  q8
+model.layers.{layer}.self_attn.o_proj.weight                    all   H,nq*Dv         q8
+model.layers.{layer}.self_attn.indexer.wq_b.weight              full  ih*Di,Q         q8
+model.layers.{layer}.self_attn.indexer.wk.weight                full  Di,H            q8
+model.layers.{layer}.self_attn.indexer.k_norm.{weight,bias}     full  Di              BF16
+model.layers.{layer}.self_attn.indexer.weights_proj.weight      full  ih,H            BF16
+model.layers.{layer}.mlp.{gate,up}_proj.weight                  dense I,H             q8
+model.layers.{layer}.mlp.down_proj.weight                       dense H,I             q8
+model.layers.{layer}.mlp.gate.weight                            moe   E,H             BF16
+model.layers.{layer}.mlp.gate.e_score_correction_bias           moe   E               F32
+model.layers.{layer}.mlp.experts.{expert}.{gate,up}_proj.weight moe   Ie,H            q8
+model.layers.{layer}.mlp.experts.{expert}.down_proj.weight      moe   H,Ie            q8
+model.layers.{layer}.mlp.shared_experts.{gate,up}_proj.weight   moe   Ie,H            q8
+model.layers.{layer}.mlp.shared_experts.down_proj.weight        moe   H,Ie            q8
+model.layers.{layer}.eh_proj.weight                             mtp   H,2*H           BF16
+model.layers.{layer}.{e,h}norm.weight                           mtp   H               BF16
+model.layers.{layer}.shared_head.norm.weight                    mtp   H               BF16
+model.norm.weight                                               once  H               BF16
+lm_head.weight                                                  once  V,H             BF16
+"""
+
+# indexer: in all layers, or in some, which the others share. GLM-5.1 is GLM-5 with other weights.
+GLM_MODELS = """
+model        indexer q8 theta   positions tensors files G      uG     GB
+GLM-5        all     0  1000000 202752    -       -     -      744    -
+GLM-5.2      some    0  8000000 1048576   59585   -     753.33 743.38 1506.66
+GLM-5.2-FP8  some    1  8000000 1048576   118629  141   753.33 743.38 755.62
+"""
+
+
+def glm(m):
+    layers, dense, heads, q8 = 78, 3, 64, m["q8"] == "1"
+    every = range(layers + 1)  # the last predicts a second token
+    full = [i for i in every if m["indexer"] == "all" or i in (0, layers) or i % 4 == 2 or i == 1]
+    config = {
+        "architectures": ["GlmMoeDsaForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "dtype": "bfloat16",
+        "eos_token_id": [154820, 154827, 154829],
+        "ep_size": 1,
+        "first_k_dense_replace": dense,
+        "head_dim": 192 if m["indexer"] == "some" else 64,
+        "hidden_act": "silu",
+        "hidden_size": 6144,
+        "index_head_dim": 128,
+        "index_n_heads": 32,
+        "index_topk": 2048,
+        "indexer_rope_interleave": True,
+        "initializer_range": 0.02,
+        "intermediate_size": 12288,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": int(m["positions"]),
+        "mlp_layer_types": ["dense" if i < dense else "sparse" for i in range(layers)],
+        "model_type": "glm_moe_dsa",
+        "moe_intermediate_size": 2048,
+        "moe_layer_freq": 1,
+        "n_group": 1,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": heads,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": heads,
+        "num_nextn_predict_layers": 1,
+        "pad_token_id": 154820,
+        "pretraining_tp": 1,
+        "q_lora_rank": 2048,
+        "qk_head_dim": 256,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-05,
+        "rope_interleave": True,
+        "rope_parameters": {"rope_theta": int(m["theta"]), "rope_type": "default"},
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "use_cache": True,
+        "v_head_dim": 256,
+        "vocab_size": 154880,
+    }
+    if m["indexer"] == "some":
+        types = ["full" if i in full else "shared" for i in range(layers)]
+        config.update(indexer_types=types, index_share_for_mtp_iteration=True)
+        config.update(index_topk_freq=4, index_topk_pattern=None, index_skip_topk_offset=3)
+    if q8:
+        config["quantization_config"] = {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "modules_to_not_convert": ["lm_head", "model.embed_tokens"],
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+        }
+    names = dict(H=6144, V=154880, Q=2048, C=512, nq=heads, nope=192, rot=64, Dv=256, ih=32, Di=128)
+    names.update(I=12288, Ie=2048, E=256, q8=q8, all=every, layers=layers, full=full)
+    names.update(dense=every[:dense], moe=every[dense:], mtp=every[layers:])
+    return config, names
+
+
+FAMILIES = [(qwen3, QWEN3_TENSORS, QWEN3_MODELS), (glm, GLM_TENSORS, GLM_MODELS)]
 
 # ---- tables to tensors ---------------------------------------------------------------------------
 
@@ -142,18 +260,26 @@ def alternatives(name):
     return [n for a in m.group(1).split(",") for n in alternatives(before + a + after)]
 
 
+def ceil(a, b):
+    return -(-a // b)
+
+
 def rows(text, names):
     """(line's name, name, where, shape, dtype, skipped) of a table of tensors."""
-    arithmetic = {"__builtins__": {}, "ceil": lambda a, b: -(-a // b), **names}
+    arithmetic = {"__builtins__": {}, "ceil": ceil, **names}
     for line in text.strip().splitlines():
         name, where, shape, dtype, *skipped = line.split()
         if skipped not in ([], ["skipped"]):
             sys.exit(f"headers.py: '{line}' ends in something else than 'skipped'")
-        if dtype not in BYTES:
+        if dtype not in BYTES and dtype != "q8":
             sys.exit(f"headers.py: '{line}' has a dtype that is not known")
         sizes = eval(f"[{shape}]", arithmetic)  # noqa: S307, a table of this file
+        scales = [ceil(n, 128) for n in sizes] if dtype == "q8" and names["q8"] else None
+        dtype = dtype if dtype != "q8" else "F8_E4M3" if scales else "BF16"
         for n in alternatives(name):
             yield name, n, where, sizes, dtype, bool(skipped)
+            if scales:
+                yield name + SCALE, n + SCALE, where, scales, "F32", bool(skipped)
 
 
 def tensors(text, names):
@@ -169,7 +295,8 @@ def tensors(text, names):
             continue
         for layer in names["all"]:
             here = [r for r in group if layer in names[r[2]]]
-            yield from of_layer(here, str(layer), names)
+            for *t, skipped in of_layer(here, str(layer), names):
+                yield *t, skipped or layer >= names["layers"]
 
 
 def of_layer(table, layer, names):
@@ -264,19 +391,23 @@ def write_model(where, config, shards, total):
 
 
 def count(model, found, nfiles):
-    skipped = {}
-    for line, _, shape, dtype, skip in found:
+    parameters, skipped = 0, {}
+    for line, name, shape, dtype, skip in found:
+        p = 0 if name.endswith(SCALE) else math.prod(shape)
+        parameters += p
         if skip:
-            n, b = skipped.get(line, (0, 0))
-            skipped[line] = n + 1, b + size(shape, dtype)
+            here = skipped.setdefault(line, [0, 0, 0])
+            for i, n in enumerate((1, p, size(shape, dtype))):
+                here[i] += n
+    known = ("tensors", "files", "G", "uG", "GB", "uGB", "+GB")
     return {
         "model": model["model"],
         "tensors": len(found),
-        "parameters": sum(math.prod(t[2]) for t in found),
+        "parameters": parameters,
         "bytes": sum(size(t[2], t[3]) for t in found),
         "files": nfiles,
-        "skipped": [[line, n, b] for line, (n, b) in skipped.items()],
-        "published": {key: model[key] for key in ("G", "GB", "+GB")},
+        "skipped": [[line, *sums] for line, sums in skipped.items()],
+        "published": {key: model[key] for key in known if model.get(key, "-") != "-"},
     }
 
 

@@ -9,27 +9,39 @@ tests=$(cd "$top_srcdir/tests" && pwd)
 cd "$tmp" || exit 99
 need_python "published models" json || done_testing
 
-# Every model's table says what is published of it.
+# digits.py LINE [PLAN]: whether headers.py's tables say what is published of a model, and whether a plan does.
 cat >digits.py <<'END'
 import json, sys
 
-def agrees(what, value, text):
-    digits = len(text.partition(".")[2])
-    print(f"{what}: {value:,}, published {text} G")
-    return f"{value / 1e9:.{digits}f}" == text
-
-def parameters(line):
-    # of a tied model's copied head there is no second count
-    return line["parameters"] - sum(b for _, _, b in line["skipped"]) // 2
-
 line = json.load(open(sys.argv[1]))
-skipped = sum(b for _, _, b in line["skipped"])
-good = [
-    agrees("parameters", parameters(line), line["published"]["G"]),
-    agrees("bytes", line["bytes"] - skipped, line["published"]["GB"]),
-    agrees("bytes that are skipped", skipped, line["published"]["+GB"]),
-]
-sys.exit(not all(good))
+unused = [sum(s[i] for s in line["skipped"]) for i in (1, 2, 3)]
+have = {
+    "tensors": line["tensors"],
+    "files": line["files"],
+    "G": line["parameters"],
+    "uG": line["parameters"] - unused[1],
+    "GB": line["bytes"],
+    "uGB": line["bytes"] - unused[2],
+    "+GB": unused[2],
+}
+if len(sys.argv) > 2:
+    c = json.loads(open(sys.argv[2]).readline())["checkpoint"]
+    have = {
+        "tensors": c["tensors"],
+        "uG": c["used_parameters"],
+        "GB": c["bytes"],
+        "uGB": c["used"],
+        "+GB": c["bytes"] - c["used"],
+    }
+
+faults = 0
+for what, text in line["published"].items():
+    if what in have:
+        digits = len(text.partition(".")[2])
+        value = f"{have[what] / 1e9:.{digits}f}" if "G" in what else str(have[what])
+        print(f"{what}: {have[what]:,}, published {text}")
+        faults += value != text
+sys.exit(faults > 0)
 END
 "$PYTHON" "$tests/headers.py" --list >list
 while read -r model; do
@@ -62,9 +74,10 @@ plan() {
 }
 
 # What a rank must hold, by the headers in the files alone, in bf16. Memory is counted in whole panels, with a handle for each
-# weight: a part in a thousand and 8 KiB a tensor may come on top, and 64 KiB for what is in no file (rope frequencies).
+# weight: a part in a thousand, of packed weights with their scales in 200, and 8 KiB a tensor may come on top, and 64 KiB
+# for what is in no file (rope frequencies).
 cat >held.py <<'END'
-import collections, glob, json, math, os, struct, sys
+import collections, fnmatch, glob, json, math, os, struct, sys
 
 def headers(model):
     for path in sorted(glob.glob(os.path.join(model, "*.safetensors"))):
@@ -83,7 +96,9 @@ class Tensor:
         self.expert = ".mlp.experts." in name
         self.layer = int(name.split(".")[2]) if name.startswith("model.layers.") else None
         wide = len(t["shape"]) == 1 or name.endswith(".mlp.gate.weight")
-        self.memory = math.prod(t["shape"]) * (4 if wide else 2)
+        packed = t["dtype"] == "F8_E4M3" or name.endswith("_scale_inv")
+        self.memory = self.stored if packed else math.prod(t["shape"]) * (4 if wide else 2)
+        self.parameters = 0 if name.endswith("_scale_inv") else math.prod(t["shape"])
 
     def share(self, members):
         return -(-self.rows // members) * (self.stored // self.rows)
@@ -92,9 +107,13 @@ class Target:
     """What a plan for a world must say: [least, most] bytes of a rank."""
 
     def __init__(self, model):
-        tensors = [Tensor(*t) for t in headers(model)]
-        self.stored = sum(t.stored for t in tensors)
-        tensors = [t for t in tensors if t.name != "lm_head.weight"]
+        self.all = [Tensor(*t) for t in headers(model)]
+        with open(os.path.join(model, "config.json")) as f:
+            config = json.load(f)
+        self.slack = 200 if "quantization_config" in config else 1000
+        tied, layers = config["tie_word_embeddings"], config["num_hidden_layers"]
+        self.used = [t for t in self.all if (t.layer or 0) < layers and not (tied and t.name == "lm_head.weight")]
+        tensors = [t for t in self.used if t.name != "lm_head.weight"]
         self.once = [t for t in tensors if t.layer is None]
         self.dense = [t for t in tensors if t.layer is not None and not t.expert]
         self.experts = [t for t in tensors if t.expert]
@@ -107,7 +126,7 @@ class Target:
         return max(sums.values(), default=0)
 
     def limits(self, least, most, tensors):
-        return least, most + most // 1000 + 8192 * tensors + (64 << 10)
+        return least, most + most // self.slack + 8192 * tensors + (64 << 10)
 
     def share(self, weights, ep, n):
         """Bytes that a rank keeps (of gather the first one, whose share is never smaller), and weights."""
@@ -157,12 +176,21 @@ def show(world, ep, n, m, share):
     return (f"{world:5} {ep:3} {world // n:4} {m['weights']:>13} {first:4}-{last:<4}" +
             "".join(f"{x / 2**30:12.3f}" for x in numbers))
 
-def judge(j, path, target, plan, skipped):
-    run, world = plan["run"], plan["world"]
+def judge(j, path, target, plan):
+    run, world, c = plan["run"], plan["world"], plan["checkpoint"]
     ep, n = run["ep_size"], world // run["dp_replicate_size"]
-    j.want(f"{path}: checkpoint.bytes", plan["checkpoint"]["bytes"], target.stored, target.stored)
-    j.want(f"{path}: checkpoint.used", plan["checkpoint"]["used"], *[target.stored - skipped] * 2)
-    ranks, held, previous = collections.Counter(), collections.Counter(), {}
+    for key, have in (
+        ("bytes", sum(t.stored for t in target.all)),
+        ("used", sum(t.stored for t in target.used)),
+        ("tensors", len(target.all)),
+        ("used_tensors", len(target.used)),
+        ("used_parameters", sum(t.parameters for t in target.used)),
+    ):
+        j.want(f"{path}: checkpoint.{key}", c[key], have, have)
+    unused, pattern = {t.name for t in target.all} - {t.name for t in target.used}, c["unused"] or ""
+    named = {t.name for t in target.all if fnmatch.fnmatchcase(t.name, pattern)}
+    j.want(f"{path}: tensors '{pattern}' that are used, or unused ones that are not", len(unused ^ named), 0, 0)
+    ranks, held = collections.Counter(), collections.Counter()
     for m in plan["memory"]:
         weights, (first, last) = m["weights"], m["ranks"]
         where = f"{path}: {weights}: ranks {first} to {last}"
@@ -185,14 +213,14 @@ def judge(j, path, target, plan, skipped):
 def main(model, line, *plans):
     line = json.load(open(line))
     j, target = Judge(), Target(model)
-    j.want("bytes of the headers", target.stored, line["bytes"], line["bytes"])
-    for name, n, b in line["skipped"]:
-        print(f"skipped: {name}, {n} tensor, {b:,} bytes")
+    j.want("bytes of the headers", sum(t.stored for t in target.all), line["bytes"], line["bytes"])
+    skipped = sum(n for _, n, _, _ in line["skipped"])
+    j.want("skipped tensors", len(target.all) - len(target.used), skipped, skipped)
     print("world  ep repl       weights ranks  " +
           "".join(f"{k:>12}" for k in ("held GiB", "working", "activations", "buffers", "total", "by headers")))
     for path in plans:
         with open(path) as f:
-            judge(j, path, target, json.loads(f.readline()), sum(b for _, _, b in line["skipped"]))
+            judge(j, path, target, json.loads(f.readline()))
     return j.faults > 0
 
 sys.exit(main(*sys.argv[1:]))
@@ -204,12 +232,13 @@ if need_python "plans that can run" numpy,xxhash; then tokens=y; fi
 # meshes MODEL: WORLD:EP:REPLICATE of its plans
 meshes() {
 	case $1 in
+	GLM*) echo 1:1:1 8:8:1 16:8:1 32:8:2 64:1:1 64:64:1 ;;
 	*-A*) echo 1:1:1 8:1:1 8:8:1 16:16:1 16:8:2 32:8:1 32:32:1 ;;
 	*) echo 1:1:1 8:1:1 16:1:1 16:1:2 32:1:1 ;;
 	esac
 }
 
-for model in Qwen3-0.6B Qwen3-8B Qwen3-32B Qwen3-30B-A3B Qwen3-235B-A22B; do
+for model in Qwen3-0.6B Qwen3-8B Qwen3-32B Qwen3-30B-A3B Qwen3-235B-A22B GLM-5 GLM-5.2 GLM-5.2-FP8; do
 	"$PYTHON" "$tests/headers.py" "$model" "$model" >line 2>err
 	status=$?
 	if [ "$status" -eq 77 ]; then
@@ -230,7 +259,8 @@ for model in Qwen3-0.6B Qwen3-8B Qwen3-32B Qwen3-30B-A3B Qwen3-235B-A22B; do
 			plans="$plans plan-$mesh"
 		done
 	}
-	check "$model: estimates for 1 to 32 ranks" planned
+	check "$model: estimates for 1 to 64 ranks" planned
+	check "$model: they print the published numbers" "$PYTHON" digits.py line plan-1:1:1
 	if [ -n "$tokens" ]; then
 		runnable() {
 			"$PYTHON" "$tests/make_tokens.py" --model "$model" --rows 64 --seq-length 4096 --lengths quarter \
@@ -296,6 +326,7 @@ chosen() {
 }
 model=Qwen3-235B-A22B
 if [ -d $model ]; then
+	recipe $model
 	ep() { echo "--set distributed.ep_size=$1"; }
 	# shellcheck disable=SC2046
 	{

@@ -205,13 +205,38 @@ static void explain_memory(const struct plan *p)
 	}
 }
 
-/* Tensors that nothing of the target reads. */
-static void explain_skipped(const struct plan *p)
+/* A target that is larger than the machine runs all the same: streamed, or in parts. */
+static void explain_smaller(const struct plan *p)
 {
-	if (p->checkpoint_bytes > p->used_bytes)
-		log_info("%llu of the checkpoint's %llu bytes are not used",
-			 (unsigned long long)(p->checkpoint_bytes - p->used_bytes),
-			 (unsigned long long)p->checkpoint_bytes);
+	const struct plan_memory *least = NULL;
+	struct text t = TEXT_INIT;
+
+	for (size_t i = 0; i < p->nmemory; i++)
+		if (!least || p->memory[i].total < least->total)
+			least = &p->memory[i];
+	if (!least || least->total >= plan_rank_bytes(p) / 2)
+		return;
+	text_bytes(&t, (double)least->total);
+	log_info("%s weights need %s: --memory SIZE takes what fits",
+		 residency_name(least->residency), t.s ? t.s : "?");
+	text_release(&t);
+}
+
+/* Tensors that nothing of the target reads. */
+static void explain_unused(const struct plan *p)
+{
+	struct text t = TEXT_INIT;
+
+	if (!p->unused)
+		return;
+	text_bytes(&t, (double)(p->checkpoint.bytes - p->used.bytes));
+	log_info("%lld of the checkpoint's %lld tensors, %s (%llu of %llu bytes), are not used: "
+		 "'%s'",
+		 (long long)(p->checkpoint.tensors - p->used.tensors),
+		 (long long)p->checkpoint.tensors, t.s ? t.s : "?",
+		 (unsigned long long)(p->checkpoint.bytes - p->used.bytes),
+		 (unsigned long long)p->checkpoint.bytes, p->unused);
+	text_release(&t);
 }
 
 static void explain(const struct plan *p)
@@ -236,7 +261,8 @@ static void explain(const struct plan *p)
 		say_size("on disk at most", p->allocated_bytes);
 	say_size("memory of a rank", plan_rank_bytes(p));
 	explain_memory(p);
-	explain_skipped(p);
+	explain_smaller(p);
+	explain_unused(p);
 	log_info("computed in %s on device '%s'", dtype_recipe_name(p->compute), p->device);
 	for (int i = 0; p->range && i < p->world; i++)
 		log_debug("rank %d: %lld shards, %lld rows, %lld tokens, %lld windows", i,
