@@ -5,7 +5,8 @@
 # shellcheck source=tests/tap.sh
 . "${top_srcdir:?run it by make check}/tests/tap.sh"
 
-tests=$(cd "$top_srcdir/tests" && pwd)
+top=$(cd "$top_srcdir" && pwd)
+tests=$top/tests
 cd "$tmp" || exit 99
 need_python "published models" json || done_testing
 
@@ -337,11 +338,98 @@ if [ -d $model ]; then
 	check "16 of 20 GiB, ep 8: gathered and streamed" chosen gather,stream 20 --world 16 $(ep 8)
 	check "resident in 20 GiB is refused" expect 1 "^dspark-plan: resident weights need 43[0-9] GiB a rank.*--memory allows 20.0 GiB" \
 		estimate --memory 20G --weights resident
+	check "and what does fit is offered" expect 1 "; --weights stream fits, in 3.6[0-9] GiB$" \
+		estimate --memory 20G --weights resident
 	check "a block of experts that does not fit is named" expect 1 "allows 1.00 GiB: a block of the experts of layer 0, 2.25 GiB" \
 		estimate --memory 1G --world 2 $(ep 2)
 	check "a layer that does not fit is named" expect 1 "allows 256 MiB: attention and dense part of layer 0, 138 MiB" \
 		estimate --memory 256M
 	check "-f warns instead" estimate -f --memory 256M
 	}
+fi
+
+# What README says of GLM-5.2 on devices of 80 and 141 GB is what plans say; what does not fit there is refused, with what does.
+cat >glm.py <<'END'
+import json, re, subprocess, sys
+
+MODELS = "GLM-5.2", "GLM-5.2-FP8"
+WAYS = "resident", "gather", "gather,stream", "stream"
+DEVICES = 80 * 10**9, 141 * 10**9
+COMMAND = "dspark-plan -q -c recipe.yaml --device cpu --compute-dtype bf16".split()
+faults = 0
+
+def want(what, have, wanted):
+    global faults
+    if have != wanted:
+        faults += 1
+        print(f"{what}: {have!r}, not {wanted!r}")
+
+def plan(mesh, model, memory=0, weights="auto"):
+    """The plan record and what stderr says."""
+    world, ep = mesh
+    command = [*COMMAND, "--world", world, "--set", f"distributed.ep_size={ep}", "--weights", weights]
+    command += ["--set", f"recipe_args.target_model_name_or_path={model}"]
+    p = subprocess.run(command + ["--memory", str(memory)] * (memory > 0), capture_output=True, text=True)
+    if p.returncode not in (0, 1) or bool(p.stdout) == bool(p.stderr):
+        sys.exit(f"{command}: status {p.returncode}: {p.stderr}")
+    return json.loads(p.stdout.split("\n")[0]) if p.stdout else None, p.stderr
+
+def gigabytes(n):
+    return f"{n / 1e9:,.0f}" if n >= 100e9 else f"{n / 1e9:.1f}"
+
+def refused(mesh, model, memory, weights, fits):
+    have, words = plan(mesh, model, memory, weights)
+    sentence = (f"dspark-plan: {weights} weights need [^:;]* a rank, but --memory allows [^:;]*: "
+                f"a rank holds [^:;]* of them all the time; --weights {fits} fits, in [^:;]*\n")
+    if have or not re.fullmatch(sentence, words):
+        want(f"{model} {mesh} {memory}: {weights}", words, sentence)
+
+def row(mesh, cells):
+    needs = []
+    for model in MODELS:
+        need = {}
+        for m in plan(mesh, model)[0]["memory"]:
+            need[m["weights"]] = max(m["total"], need.get(m["weights"], 0))
+        needs.append(need)
+    for way, cell in zip(WAYS, cells):
+        want(f"{mesh} {way}", cell, " / ".join(gigabytes(n[way]) for n in needs if way in n))
+    for memory, cell in zip(DEVICES, cells[len(WAYS):]):
+        chosen = [plan(mesh, m, memory)[0]["run"]["weights"] for m in MODELS]
+        want(f"{mesh} {memory}", cell, " / ".join(chosen))
+        for model, need, choice in zip(MODELS, needs, chosen):
+            want(f"{mesh} {memory}: first", choice, next(w for w in WAYS if need.get(w, memory + 1) <= memory))
+            for way in (w for w in need if need[w] > memory):
+                refused(mesh, model, memory, way, choice)
+
+def table(readme):
+    rows = re.findall(r"^\| (\d+), (\d+) \|(.*)\|$", open(readme).read(), re.M)
+    want("rows", [r[:2] for r in rows], [tuple(m.split(",")) for m in "1,1 8,8 16,8 16,16 32,8 32,32 64,8 64,64".split()])
+    for world, ep, cells in rows:
+        row((world, ep), [c.strip() for c in cells.split("|")])
+
+def least():
+    """What a refusal says that it takes at least is enough, and a byte less is not."""
+    for model in MODELS:
+        for mesh, memory in ((("1", "1"), 1 << 29), (("8", "8"), 1 << 30), (("16", "8"), 1 << 29)):
+            words = plan(mesh, model, memory)[1]
+            print(words, end="")
+            bytes, way = re.search(r"allow at least [^;(]* \((\d+) bytes\), for (\S+) weights", words).groups()
+            good = plan(mesh, model, int(bytes), way)[0]
+            want(f"{model} {mesh}: needs", good and max(m["total"] for m in good["memory"] if m["weights"] == way), int(bytes))
+            want(f"{model} {mesh}: a byte less", plan(mesh, model, int(bytes) - 1, way)[0], None)
+
+table(sys.argv[1]) if len(sys.argv) > 1 else least()
+sys.exit(faults > 0)
+END
+if [ -d GLM-5.2 ] && [ -d GLM-5.2-FP8 ]; then
+	recipe GLM-5.2
+	check "GLM-5.2: README's table, and each refusal in it" "$PYTHON" glm.py "$top/README.md"
+	check "GLM-5.2: what a refusal says that it takes at least" "$PYTHON" glm.py
+	check "GLM-5.2: streamed on one device" chosen stream 74
+	check "GLM-5.2: a layer that does not fit is named" expect 1 "allows 512 MiB: attention and dense part of layer 0, 765 MiB" \
+		estimate --memory 512M
+	check "GLM-5.2: a rank's experts that do not fit are named" expect 1 \
+		"allows 1.00 GiB: a block of the experts of layer 3, 2.25 GiB.*raise distributed.ep_size" \
+		estimate --memory 1G --world 8 --set distributed.ep_size=8
 fi
 done_testing
