@@ -42,6 +42,17 @@ for dtype in fp32 bf16; do
 		fi
 	done
 done
+cat >glm.json <<-END
+	{"model_type": "glm_moe_dsa", "vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "q_lora_rank": 48,
+	 "kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 32, "index_n_heads": 8, "index_head_dim": 32,
+	 "index_topk": 50, "intermediate_size": 96, "moe_intermediate_size": 20, "n_routed_experts": 12, "num_experts_per_tok": 3,
+	 "rope_theta": 10000}
+END
+for dtype in fp32 bf16; do
+	check "sparse, $dtype, all keys" measured 1 sparse -n 1 -s 40 -d "$dtype" glm.json
+	check "sparse, $dtype, chosen keys" measured 1 sparse -n 1 -s 90 -d "$dtype" glm.json
+	check "of at most index_topk keys" grep '"most_keys":50,' out
+done
 if need_python "the lines are JSON" json; then
 	check "the lines are JSON" "$PYTHON" -c 'import json, sys
 for line in open("out"): json.loads(line)'

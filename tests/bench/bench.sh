@@ -19,6 +19,7 @@
 # copy		dspark-load --copy			cat FILES >COPY; sync
 # verify	dspark-manifest verify			xxhsum -H2
 # write		the writer alone			dd conv=fsync
+# sparse	a GLM-5.2 layer, keys chosen		the same, all keys (7 GB of memory)
 # lengths rows	tokens a second
 #
 # The files (4 GB, up to 6 GB more while it runs) lie in BENCH_DIR, bench/ of the build by default, and are kept; bench.json there
@@ -577,6 +578,24 @@ run_gather() {
 	done
 }
 
+# The widths of GLM-5.2 but for the feed-forward, which both sides share: full heads, and few.
+run_sparse() {
+	lengths='1024 2048 4096 8192 16384 32768' latent=512 index=128 topk=2048
+	if [ -n "${BENCH_SMALL-}" ]; then lengths='40 80' latent=32 index=32 topk=50; fi
+	for heads in 64 8; do
+		cat >glm.json <<-END
+		{"model_type": "glm_moe_dsa", "vocab_size": 1024, "num_hidden_layers": 1, "hidden_size": $((12 * latent)),
+		 "num_attention_heads": $heads, "q_lora_rank": $((4 * latent)), "kv_lora_rank": $latent, "qk_nope_head_dim": $((3 * latent / 8)),
+		 "qk_rope_head_dim": $((latent / 8)), "v_head_dim": $((latent / 2)), "index_n_heads": 32, "index_head_dim": $index,
+		 "index_topk": $topk, "indexer_rope_interleave": true, "intermediate_size": 64, "moe_intermediate_size": 64,
+		 "n_routed_experts": 8, "num_experts_per_tok": 2, "rope_theta": 8000000}
+		END
+		for length in $lengths; do
+			measured sparse -n 3 -d bf16 -s "$length" glm.json
+		done
+	done
+}
+
 # ---- all together ------------------------------------------------------------------------------------------------------
 
 flags() {
@@ -633,7 +652,7 @@ table() {
 	}' "$1"
 }
 
-parts='products profile fp32 quarter bf16 moe stream gather start memory copy verify write lengths rows'
+parts='products profile fp32 quarter bf16 moe stream gather start memory copy verify write lengths rows sparse'
 case $* in
 shares)
 	run_shares

@@ -43,6 +43,8 @@ int rig_open(struct rig *r, const struct rig_options *o, struct err *e)
 		return -1;
 	if (o->layers)
 		cut_layers(config, o->layers);
+	if (o->topk)
+		json_object_set_new(config, "index_topk", json_integer(o->topk));
 	rc = target_open(&r->target, o->config, config, &to, e) ||
 	     backend_open(&r->dev, o->backend, &po, e);
 	json_decref(config);

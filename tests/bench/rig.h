@@ -21,7 +21,8 @@ struct rig_options {
 	const char *backend; /* "cpu", "ref" */
 	enum dtype compute;
 	int64_t layers;       /* 0 = as in the config */
-	int64_t length, rows; /* profile: tokens of a row; rows, 0 = a window of them */
+	int64_t topk;         /* keys a query sees, 0 = as in the config */
+	int64_t length, rows; /* tokens of a row; profile: rows, 0 = a window of them */
 	int64_t tokens;       /* products: rows of x */
 	int64_t repeats;      /* measured passes, or pairs */
 	int64_t threads;      /* 0 = as dspark-forward chooses */
@@ -101,5 +102,8 @@ int profile(const struct rig_options *o, struct err *e);
 
 /* The backend's products beside oneDNN's own. */
 int products(const struct rig_options *o, struct err *e);
+
+/* A layer whose queries see chosen keys beside the same one with all keys. */
+int sparse(const struct rig_options *o, struct err *e);
 
 #endif
