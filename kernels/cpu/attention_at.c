@@ -22,7 +22,7 @@
 #include "number.h"
 #include "operand.h"
 
-#define BLOCK  128
+#define BLOCK  256
 #define HEADS  128	/* most heads at a time */
 #define LOG2_E 1.44269504f
 #define LEAST  -3.0e38f
@@ -242,20 +242,45 @@ static void soften(const struct job *j, float *scores, int64_t n, float *max, fl
 	vec_store(fade, old);
 }
 
+/* Of LANES heads the operands for a key, as F32; 0 from key n on. */
+static void key_operand(const struct job *j, const float *scores, int64_t key, int64_t n,
+			int64_t h0, vec_bits *to)
+{
+	uint16_t half[LANES];
+	vec v = { 0 };
+
+	if (key < n)
+		vec_load(v, scores + key * j->heads + h0);
+	if (j->d->compute == DT_BF16) {
+		vec_to_bf16(half, &v);
+		vec_from_bf16(&v, half);
+	}
+	*to = (vec_bits)v;
+}
+
 /* [BLOCK, heads] F32 to [heads, BLOCK] operands, zeros from key n on. */
 static void turn(const struct job *j, const float *scores, int64_t n, char *p)
 {
-	size_t pitch = BLOCK * dtype_size(j->operand);
-	float row[LANES][BLOCK] = { { 0 } };
+	size_t size = dtype_size(j->operand), pitch = BLOCK * size;
+	int64_t pair = j->operand == DT_F32 ? 1 : 2;
 
-	for (int64_t h0 = 0; h0 < j->heads; h0 += LANES) {
-		for (int64_t i = 0; i < n; i++)
+	for (int64_t h0 = 0; h0 < j->heads; h0 += LANES)
+		for (int64_t i = 0; i < BLOCK; i += pair * LANES) {
+			vec_bits m[LANES];
+
+			for (int64_t l = 0; l < LANES; l++) {
+				vec_bits next;
+
+				key_operand(j, scores, i + l * pair, n, h0, &m[l]);
+				if (pair == 1)
+					continue;
+				key_operand(j, scores, i + l * pair + 1, n, h0, &next);
+				m[l] = m[l] >> 16 | next;
+			}
+			vec_turn(m);
 			for (int l = 0; l < LANES; l++)
-				row[l][i] = scores[i * j->heads + h0 + l];
-		for (int l = 0; l < LANES; l++)
-			operand_row(p + (size_t)(h0 + l) * pitch, j->operand, j->d->compute, row[l],
-				    DT_F32, BLOCK, BLOCK);
-	}
+				vec_store(p + (size_t)(h0 + l) * pitch + (size_t)i * size, m[l]);
+		}
 }
 
 static void accumulate(const struct job *j, const struct task *t, const struct desk *w)

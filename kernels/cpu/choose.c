@@ -7,7 +7,7 @@
  *
  * Each query keeps up to twice the keys it takes. When these are full the better half stays, and
  * what does not exceed the worst of them need not be looked at again. Candidates stand in the order
- * of their positions all the time.
+ * of their positions all the time, so that of equal ones the first are the lower.
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
@@ -21,11 +21,12 @@
 #include "number.h"
 #include "operand.h"
 
-#define ROWS  128
+#define ROWS  256
 #define BLOCK 128
 #define PAD   32
 #define VECS  (BLOCK / LANES)
-#define RANKS (8 << 20) /* bytes of a tile's candidates, unless one query has more */
+#define HELD  (8 << 20) /* bytes of a tile's candidates, unless one query has more */
+#define DIGIT 11        /* bits of a score that are looked at together */
 
 struct job {
 	struct device *d;
@@ -37,28 +38,27 @@ struct job {
 	int64_t take;          /* keys of a query */
 };
 
-/*
- * Candidates of a query. `rank` orders by score, then lower position first: the larger the better,
- * and no two are the same.
- */
+/* Of a query, by position. Scores are kept as numbers whose order is theirs. */
 struct candidates {
-	uint64_t *rank; /* [2 take + BLOCK], by position */
+	uint32_t *score; /* [2 take + BLOCK + LANES] */
+	int32_t *key;
 	int64_t n;
-	float worst; /* of those that are kept, once there have been too many */
-	bool full;
+	uint32_t worst; /* what is not above it cannot be chosen: 0, below all scores, at first */
 };
 
 struct desk {
 	char *q;		/* [parts][ROWS, width] operands */
 	float *scores, *sums;	/* [ROWS, BLOCK], [queries, BLOCK] */
-	uint64_t *rank, *work;	/* [queries, 2 take + BLOCK], [2 take + BLOCK] */
+	uint32_t *score, *work; /* of a query's candidates: [queries, room], [room] */
+	int32_t *key;
 	struct candidates *c;	/* [queries] */
 	char *scratch;
 };
 
+/* A vector is stored whole where some of it is offered. */
 static int64_t room_of(const struct job *j)
 {
-	return 2 * j->take + BLOCK;
+	return 2 * j->take + BLOCK + LANES;
 }
 
 static size_t desk_at(const struct job *j, char *p, struct desk *w)
@@ -69,8 +69,9 @@ static size_t desk_at(const struct job *j, char *p, struct desk *w)
 		(size_t)(high * x->K) * dtype_size(x->operand),
 		ROWS * BLOCK * sizeof(float),
 		(size_t)(j->queries * BLOCK) * sizeof(float),
-		(size_t)(j->queries * room_of(j)) * sizeof(uint64_t),
-		(size_t)room_of(j) * sizeof(uint64_t),
+		(size_t)(j->queries * room_of(j)) * sizeof(uint32_t),
+		(size_t)room_of(j) * sizeof(uint32_t),
+		(size_t)(j->queries * room_of(j)) * sizeof(int32_t),
 		(size_t)j->queries * sizeof(struct candidates),
 		x->scratch_bytes,
 	};
@@ -82,106 +83,81 @@ static size_t desk_at(const struct job *j, char *p, struct desk *w)
 		*w = (struct desk){ p,
 				    (float *)(p + off[1]),
 				    (float *)(p + off[2]),
-				    (uint64_t *)(p + off[3]),
-				    (uint64_t *)(p + off[4]),
-				    (struct candidates *)(p + off[5]),
-				    p + off[6] };
+				    (uint32_t *)(p + off[3]),
+				    (uint32_t *)(p + off[4]),
+				    (int32_t *)(p + off[5]),
+				    (struct candidates *)(p + off[6]),
+				    p + off[7] };
 	return off[sizeof bytes / sizeof *bytes];
 }
 
 /* ---- candidates ------------------------------------------------------------------------------ */
 
-/* Bits of a number that is no NaN, in its order; both zeros are the same. */
-static uint32_t ordered(float score)
+/*
+ * The k-th largest of n numbers, which are lost: digit by digit, of those alone that have the
+ * digits before in common with it.
+ */
+static uint32_t kth_largest(uint32_t *v, int64_t n, int64_t k)
 {
-	uint32_t u = bits_from_float(score + 0.0f);
+	for (int shift = 32 - DIGIT;; shift = shift > DIGIT ? shift - DIGIT : 0) {
+		uint32_t count[1 << DIGIT] = { 0 }, digit = (1 << DIGIT) - 1;
+		int64_t same = 0;
 
-	return u & 0x80000000u ? ~u : u | 0x80000000u;
-}
-
-static float score_of(uint64_t rank)
-{
-	uint32_t u = (uint32_t)(rank >> 32);
-
-	return float_from_bits(u & 0x80000000u ? u & 0x7fffffffu : ~u);
-}
-
-static int32_t key_of(uint64_t rank)
-{
-	return (int32_t)~(uint32_t)rank;
-}
-
-static uint64_t median(uint64_t a, uint64_t b, uint64_t c)
-{
-	uint64_t low = a < b ? a : b, high = a < b ? b : a;
-
-	return c < low ? low : c > high ? high : c;
-}
-
-/* The k-th largest of n different numbers, which change places. */
-static uint64_t kth_largest(uint64_t *v, int64_t n, int64_t k)
-{
-	int64_t lo = 0, hi = n - 1, at = k - 1;
-
-	while (lo < hi) {
-		uint64_t pivot = median(v[lo], v[lo + (hi - lo) / 2], v[hi]);
-		int64_t i = lo, j = hi;
-
-		while (i <= j) {
-			while (v[i] > pivot)
-				i++;
-			while (v[j] < pivot)
-				j--;
-			if (i <= j) {
-				uint64_t t = v[i];
-
-				v[i++] = v[j];
-				v[j--] = t;
-			}
+		for (int64_t i = 0; i < n; i++)
+			count[v[i] >> shift & ((1 << DIGIT) - 1)]++;
+		for (; count[digit] < k; digit--)
+			k -= count[digit];
+		for (int64_t i = 0; i < n; i++) {
+			v[same] = v[i];
+			same += (v[i] >> shift & ((1 << DIGIT) - 1)) == digit;
 		}
-		if (at <= j)
-			hi = j;
-		else if (at >= i)
-			lo = i;
-		else
-			break;
+		n = same;
+		if (!shift || n == 1)
+			return v[0];
 	}
-	return v[at];
+}
+
+/* Leaves the first of those that equal the worst, so that there are `take` in all. */
+static void drop_equal(struct candidates *c, int64_t take)
+{
+	int64_t n = 0, equal = take;
+
+	for (int64_t i = 0; i < c->n; i++)
+		equal -= c->score[i] > c->worst;
+	for (int64_t i = 0; i < c->n; i++) {
+		bool is_equal = c->score[i] == c->worst;
+
+		c->score[n] = c->score[i];
+		c->key[n] = c->key[i];
+		n += !is_equal | (equal > 0);
+		equal -= is_equal;
+	}
+	c->n = n;
 }
 
 /* Leaves the best `take`. */
-static void prune(struct candidates *c, int64_t take, uint64_t *work)
+static void prune(struct candidates *c, int64_t take, uint32_t *work)
 {
-	uint64_t least;
 	int64_t n = 0;
 
 	if (c->n <= take)
 		return;
-	memcpy(work, c->rank, (size_t)c->n * sizeof *work);
-	least = kth_largest(work, c->n, take);
-	for (int64_t i = 0; i < c->n; i++)
-		if (c->rank[i] >= least)
-			c->rank[n++] = c->rank[i];
+	memcpy(work, c->score, (size_t)c->n * sizeof *work);
+	c->worst = kth_largest(work, c->n, take);
+	for (int64_t i = 0; i < c->n; i += LANES)
+		n += vec_keep(c->score + n, c->key + n, c->score + i, c->key + i,
+			      c->n - i < LANES ? (int)(c->n - i) : LANES, c->worst);
 	c->n = n;
-	c->worst = score_of(least);
-	c->full = true;
+	if (n > take)
+		drop_equal(c, take);
 }
 
 /* Keys [first, first + n) with their sums. A later key has to be better than the worst. */
 static void offer(struct candidates *c, const float *sums, int64_t first, int64_t n)
 {
-	for (int64_t i = 0; i < n; i += LANES) {
-		int64_t end = i + LANES < n ? i + LANES : n;
-		vec v;
-
-		vec_load(v, sums + i);
-		if (c->full && vec_greatest(&v) <= c->worst)
-			continue;
-		for (int64_t at = i; at < end; at++)
-			if (!c->full || sums[at] > c->worst)
-				c->rank[c->n++] = (uint64_t)ordered(sums[at]) << 32 |
-						  ~(uint32_t)(first + at);
-	}
+	for (int64_t i = 0; i < n; i += LANES)
+		c->n += vec_offer(c->score + c->n, c->key + c->n, sums + i, (int32_t)(first + i),
+				  n - i < LANES ? (int)(n - i) : LANES, c->worst);
 }
 
 /* ---- a tile ---------------------------------------------------------------------------------- */
@@ -204,7 +180,8 @@ static void load_queries(const struct job *j, int64_t query, int64_t n, const st
 			memset(row, 0, pitch);
 	}
 	for (int64_t i = 0; i < n; i++)
-		w->c[i] = (struct candidates){ .rank = w->rank + i * room_of(j) };
+		w->c[i] = (struct candidates){ w->score + i * room_of(j),
+					       w->key + i * room_of(j), 0, 0 };
 }
 
 /* sums[BLOCK] += over heads of weight * max(score, 0), in their order. NaN is no score. */
@@ -259,7 +236,7 @@ static int64_t seen_by(const struct job *j, int64_t query)
 	return end < j->piece->kv_count ? end : j->piece->kv_count;
 }
 
-static void save(const struct job *j, int64_t query, struct candidates *c, uint64_t *work)
+static void save(const struct job *j, int64_t query, struct candidates *c, uint32_t *work)
 {
 	int32_t *to = ref_at(j->keys, j->piece->begin + query, 0);
 	int64_t seen = seen_by(j, query);
@@ -267,7 +244,7 @@ static void save(const struct job *j, int64_t query, struct candidates *c, uint6
 	if (seen > j->take)
 		prune(c, j->take, work);
 	for (int64_t i = 0; i < j->take; i++)
-		to[i] = seen > j->take ? key_of(c->rank[i]) : i < seen ? (int32_t)i : -1;
+		to[i] = seen > j->take ? c->key[i] : i < seen ? (int32_t)i : -1;
 }
 
 static int one_tile(const struct job *j, int64_t query, const struct desk *w, struct call *c,
@@ -357,7 +334,7 @@ void cpu_choose(struct device *d, struct tensor keys, struct tensor q, struct te
 		return;
 	j.heads = w.cols < ROWS ? w.cols : ROWS;
 	j.parts = (w.cols + ROWS - 1) / ROWS;
-	j.queries = RANKS / (room_of(&j) * (int64_t)sizeof(uint64_t));
+	j.queries = HELD / (room_of(&j) * (int64_t)(sizeof(uint32_t) + sizeof(int32_t)));
 	j.queries = j.queries < 1 ? 1 : j.queries < ROWS / j.heads ? j.queries : ROWS / j.heads;
 	j.qk = onednn_product(cpu_of(d)->dnn, &want, &d->err);
 	if (!j.qk || !cpu_own(d, desk_at(&j, NULL, NULL)))

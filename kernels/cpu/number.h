@@ -86,6 +86,75 @@ static inline float vec_greatest(const vec *v)
 #endif
 }
 
+/* Bits of a number that is no NaN, in its order; both zeros are the same. Above 0. */
+static inline uint32_t ordered_bits(float x)
+{
+	uint32_t u = bits_from_float(x + 0.0f);
+
+	return u & 0x80000000u ? ~u : u | 0x80000000u;
+}
+
+/*
+ * Of the first n of LANES numbers, none NaN, those whose ordered bits are above `least`, and
+ * id + their place, one behind the other. Writes LANES of both; returns how many count.
+ */
+static inline int vec_offer(uint32_t *bits, int32_t *ids, const float *x, int32_t id, int n,
+			    uint32_t least)
+{
+#ifdef __AVX512F__
+	__m512i u = _mm512_castps_si512(_mm512_add_ps(_mm512_loadu_ps(x), _mm512_setzero_ps()));
+	__m512i sign = _mm512_srai_epi32(u, 31),
+		o = _mm512_xor_si512(u, _mm512_or_si512(sign, _mm512_set1_epi32(INT32_MIN)));
+	__m512i at = _mm512_add_epi32(_mm512_set1_epi32(id),
+				      _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12,
+							13, 14, 15));
+	__mmask16 above = _mm512_cmpgt_epu32_mask(o, _mm512_set1_epi32((int)least)) &
+			  (__mmask16)((1u << n) - 1);
+
+	_mm512_storeu_si512(bits, _mm512_maskz_compress_epi32(above, o));
+	_mm512_storeu_si512(ids, _mm512_maskz_compress_epi32(above, at));
+	return __builtin_popcount(above);
+#else
+	int count = 0;
+
+	for (int i = 0; i < n; i++) {
+		bits[count] = ordered_bits(x[i]);
+		ids[count] = id + i;
+		count += bits[count] > least;
+	}
+	return count;
+#endif
+}
+
+/*
+ * Of n numbers from `bits` and their ids those that are not below `least`, one behind the other.
+ * Reads and writes LANES of both; `to` may lie before `from` or be it.
+ */
+static inline int vec_keep(uint32_t *to, int32_t *to_ids, const uint32_t *from, const int32_t *ids,
+			   int n, uint32_t least)
+{
+#ifdef __AVX512F__
+	__m512i b = _mm512_loadu_si512(from), i = _mm512_loadu_si512(ids);
+	__mmask16 stays = _mm512_cmpge_epu32_mask(b, _mm512_set1_epi32((int)least)) &
+			  (__mmask16)((1u << n) - 1);
+
+	_mm512_storeu_si512(to, _mm512_maskz_compress_epi32(stays, b));
+	_mm512_storeu_si512(to_ids, _mm512_maskz_compress_epi32(stays, i));
+	return __builtin_popcount(stays);
+#else
+	int count = 0;
+
+	for (int i = 0; i < n; i++) {
+		uint32_t b = from[i];
+
+		to[count] = b;
+		to_ids[count] = ids[i];
+		count += b >= least;
+	}
+	return count;
+#endif
+}
+
 /* Pairs half a vector apart first: the order of lanes_sum. */
 static inline float vec_sum(const vec *v)
 {
@@ -172,6 +241,32 @@ static inline void vec_number_to_bf16(uint16_t *p, const vec *v)
 	vec_bits u = (vec_bits)*v, r = u + 0x7fff + ((u >> 16) & 1);
 
 	vec_upper_half(p, &r);
+}
+
+/*
+ * m[i][j] becomes m[j][i]. Four times lanes change places with those whose number differs in one
+ * bit, in the vector whose number differs in the same one.
+ */
+#define TURN_LO(l, h) ((l) & (h) ? LANES + (l) - (h) : (l))
+#define TURN_HI(l, h) ((l) & (h) ? LANES + (l) : (l) + (h))
+#define TURN_ALL(t, h)                                                                          \
+	t(0, h), t(1, h), t(2, h), t(3, h), t(4, h), t(5, h), t(6, h), t(7, h), t(8, h),        \
+		t(9, h), t(10, h), t(11, h), t(12, h), t(13, h), t(14, h), t(15, h)
+#define TURN_STEP(h)                                                                            \
+	for (int i = 0; i < LANES; i++)                                                         \
+		if (!(i & (h))) {                                                               \
+			vec_bits a = m[i], b = m[i + (h)];                                      \
+                                                                                                \
+			m[i] = __builtin_shufflevector(a, b, TURN_ALL(TURN_LO, h));             \
+			m[i + (h)] = __builtin_shufflevector(a, b, TURN_ALL(TURN_HI, h));       \
+		}
+
+static inline void vec_turn(vec_bits m[LANES])
+{
+	TURN_STEP(8)
+	TURN_STEP(4)
+	TURN_STEP(2)
+	TURN_STEP(1)
 }
 
 static inline void run_load(float *dst, const void *src, enum dtype d, int64_t n)

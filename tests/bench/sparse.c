@@ -27,7 +27,7 @@
 #include "rig.h"
 
 #define TILES 8	    /* of choose and attention_at that run, where there are so many */
-#define WHOLE 4096  /* tokens of a row up to which all heads run; of longer rows, as many heads less */
+#define WHOLE 4096  /* tokens of a row up to which all heads run; of longer ones fewer */
 #define EVEN  16384 /* from so many tokens on choosing must pay */
 #define HALF  32768 /* and take 0.6 of the time at most */
 
