@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * GLM's config.json: what is refused, and in which words; which layers choose keys of their own and
- * which have experts, told from the tensors that the weight walk asks for.
+ * which have experts, told from the tensors that the weight walk asks for. Attention of published
+ * widths on a device that computes nothing: which verbs see which queries, and how memory grows.
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
@@ -9,6 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "backend.h"
 #include "err.h"
 #include "json.h"
 #include "log.h"
@@ -99,6 +101,144 @@ static void scheduled(const char *change, int64_t layers, const char *full, cons
 	json_decref(c);
 }
 
+/* ---- attention of published widths ----------------------------------------------------------- */
+
+#define TOPK 2048
+
+static const char published[] =
+	"{\"num_attention_heads\": 64, \"hidden_size\": 6144, \"q_lora_rank\": 2048,"
+	" \"kv_lora_rank\": 512, \"qk_nope_head_dim\": 192, \"qk_rope_head_dim\": 64,"
+	" \"v_head_dim\": 256, \"index_n_heads\": 32, \"index_head_dim\": 128, \"index_topk\": 2048,"
+	" \"intermediate_size\": 12288, \"moe_intermediate_size\": 2048,"
+	" \"indexer_types\": [\"full\", \"shared\", \"full\", \"shared\", \"shared\", \"shared\","
+	" \"full\"]}";
+
+/* What verbs were given since it was cleared. */
+static struct {
+	int64_t dense, longest;        /* queries of attention, longest row among them */
+	int64_t chosen, most, shortest; /* queries of attention_at, most keys, shortest row */
+	int64_t scored;                /* queries of choose */
+	bool astray;                   /* a query whose keys are those of no row of the chunk */
+} seen;
+
+static void seen_attention(struct device *d, struct tensor out, struct tensor q, struct tensor k,
+			   struct tensor v, const struct attention *a, const struct piece *p, int n)
+{
+	(void)d, (void)out, (void)v, (void)a;
+	for (int i = 0; i < n; i++) {
+		seen.dense += p[i].count;
+		seen.longest = p[i].length > seen.longest ? p[i].length : seen.longest;
+		seen.astray |= p[i].begin + p[i].count > q.rows ||
+			       p[i].kv_begin + p[i].kv_count > k.rows || p[i].kv_count > TOPK;
+	}
+}
+
+static void seen_choose(struct device *d, struct tensor keys, struct tensor q, struct tensor k,
+			struct tensor w, const struct piece *p, int n)
+{
+	(void)d, (void)w;
+	for (int i = 0; i < n; i++) {
+		seen.scored += p[i].count;
+		seen.astray |= keys.cols != TOPK || p[i].begin + p[i].count > q.rows ||
+			       p[i].kv_begin + p[i].kv_count > k.rows;
+	}
+}
+
+static void seen_attention_at(struct device *d, struct tensor out, struct tensor q, struct tensor k,
+			      struct tensor v, struct tensor keys, const struct attention *a,
+			      const struct piece *p, int n)
+{
+	(void)d, (void)out, (void)v, (void)a;
+	seen.most = keys.cols > seen.most ? keys.cols : seen.most;
+	for (int i = 0; i < n; i++) {
+		seen.chosen += p[i].count;
+		if (!seen.shortest || p[i].length < seen.shortest)
+			seen.shortest = p[i].length;
+		seen.astray |= p[i].begin + p[i].count > q.rows || keys.rows != q.rows ||
+			       p[i].kv_begin + p[i].kv_count > k.rows;
+	}
+}
+
+/* Runs `layer` over these rows; the scratch that it asked for. */
+static uint64_t run_layer(struct target *t, int layer, const int64_t *length, int rows)
+{
+	struct backend be = backend_measure;
+	struct device d = { .be = &be, .compute = DT_BF16 };
+	struct piece piece[8];
+	struct chunk c = { .dev = &d, .npieces = rows, .piece = piece };
+	struct routing r;
+
+	be.attention = seen_attention;
+	be.choose = seen_choose;
+	be.attention_at = seen_attention_at;
+	memset(&seen, 0, sizeof seen);
+	for (int i = 0; i < rows; i++) {
+		piece[i] = (struct piece){ c.tokens, length[i], 0, length[i], c.tokens, length[i] };
+		c.tokens += length[i];
+	}
+	c.keys = c.tokens;
+	c.ids = c.pos = (struct tensor){ NULL, DT_I32, c.tokens, 1, 1 };
+	for (int i = 0; i < t->ncarry; i++)
+		c.carry[i] = carry_view(&t->carry[i], NULL, 0, c.tokens, d.compute);
+	if (t->model->routed(t, layer, &r))
+		routed_room(&c, &r);
+	t->model->layer(t, layer, &c);
+	return c.scratch.peak;
+}
+
+/* Queries of rows up to index_topk see all keys, those of longer rows chosen ones. */
+static void test_queries(struct target *t)
+{
+	static const int64_t mixed[] = { 1000, 5000, 2048, 2049, 7, 1 };
+
+	for (int layer = 0; layer < 4; layer++) {
+		run_layer(t, layer, mixed, COUNT(mixed));
+		is_int(seen.dense, 1000 + 2048 + 7 + 1, "layer %d: queries over all keys", layer);
+		is_int(seen.longest, 2048, "layer %d: the longest row of these", layer);
+		is_int(seen.chosen, 5000 + 2049, "layer %d: queries over chosen keys", layer);
+		is_int(seen.shortest, 2049, "layer %d: the shortest row of these", layer);
+		is_int(seen.most, TOPK, "layer %d: keys of a query", layer);
+		is_int(seen.scored, layer == 0 || layer == 2 ? 5000 + 2049 : 0,
+		       "layer %d: queries that choose", layer);
+		ok(!seen.astray, "layer %d: nobody leaves its row", layer);
+	}
+	run_layer(t, 0, mixed + 2, 1);
+	is_int(seen.scored + seen.chosen, 0, "a chunk of a short row chooses nothing");
+}
+
+/* [T,T] of one byte a pair would be 2 GB at 128k tokens of the last doubling alone. */
+static void test_memory(struct target *t)
+{
+	for (int layer = 0; layer < 4; layer++) {
+		uint64_t bytes[8];
+
+		for (int i = 0; i < 8; i++)
+			bytes[i] = run_layer(t, layer, (const int64_t[]){ 1024 << i }, 1);
+		for (int i = 3; i + 1 < 8; i++)
+			is_int((int64_t)(bytes[i + 1] - bytes[i]),
+			       (int64_t)(bytes[i] - bytes[i - 1]) * 2,
+			       "layer %d: %dk tokens cost each what they cost of %dk", layer,
+			       1 << (i + 1), 1 << i);
+		ok(bytes[7] / (128 << 10) < 64 << 10, "layer %d: %d bytes a token of 128k", layer,
+		   (int)(bytes[7] / (128 << 10)));
+	}
+}
+
+static void test_published(void)
+{
+	struct target_options o = { 0 };
+	json_t *c = config_with(published);
+	struct err e = ERR_INIT;
+	struct target t;
+
+	if (ok(!target_open(&t, "dir", c, &o, &e), "published widths are accepted")) {
+		test_queries(&t);
+		test_memory(&t);
+		target_release(&t);
+	}
+	json_decref(c);
+}
+
 int main(void)
 {
 	static const struct { const char *change, *words;
@@ -120,6 +260,19 @@ int main(void)
 		{ "{\"mlp_layer_types\": [\"dense\", \"thin\", \"sparse\", \"sparse\", \"sparse\", "
 		  "\"sparse\", \"sparse\"]}",
 		  "mlp_layer_types[1]" },
+		{ "{\"index_topk_pattern\": \"SFFFFFF\"}", "layer 0" },
+		{ "{\"index_topk_pattern\": [\"shared\", \"full\", \"full\", \"full\", \"full\", "
+		  "\"full\", \"full\"]}",
+		  "layer 0" },
+		{ "{\"index_topk_freq\": 4, \"index_skip_topk_offset\": 0}", "layer 0" },
+		{ "{\"indexer_types\": [\"full\", 7, \"full\", \"full\", \"full\", \"full\", "
+		  "\"full\"]}",
+		  "indexer_types[1]" },
+		{ "{\"mlp_layer_types\": [\"dense\"]}", "1 entries for 7 layers" },
+		{ "{\"indexer_rope_interleave\": \"true\"}", "indexer_rope_interleave" },
+		{ "{\"rope_parameters\": {\"rope_theta\": 10000, \"type\": \"linear\", "
+		  "\"factor\": 2}}",
+		  "rope type 'linear'" },
 		{ "{\"indexer_rope_interleave\": 1}", "indexer_rope_interleave" },
 		{ "{\"qk_head_dim\": 192}", "qk_head_dim is 192" },
 		{ "{\"qk_rope_head_dim\": 5}", "even width" },
@@ -146,6 +299,7 @@ int main(void)
 		refused(bad[i].change, 0, bad[i].words);
 	refused("{}", 8, "target_num_hidden_layers is 8");
 
+	test_published();
 	scheduled("{}", 0, "FFFFFFF", "dddmmmm");
 	scheduled("{\"index_topk_freq\": 4, \"index_skip_topk_offset\": 3}", 0, "FFFSSSF",
 		  "dddmmmm");

@@ -5,6 +5,9 @@
  * otherwise, and a row's bits in any company, with any number of threads, under each instruction
  * set.
  */
+#include <signal.h>
+#include <sys/mman.h>
+
 #include "bed.h"
 
 #define COUNT(a) ((int)(sizeof(a) / sizeof *(a)))
@@ -269,7 +272,7 @@ static void test_choose(void)
 			one_choice(lengths[i], 3, lengths[i][2] / 2, 3, 30, takes[t], v + 1);
 		}
 	one_choice(lengths[2], 3, 600, 1, 8, 7, 1);
-	one_choice(lengths[1], 2, 250, 150, 12, 20, 2); /* more heads than a tile has rows */
+	one_choice(lengths[1], 2, 250, 300, 12, 20, 2); /* more heads than a tile has rows */
 	one_choice(lengths[1], 1, 1, 2, 8, 4, 0);
 }
 
@@ -448,6 +451,71 @@ static void refused(const int32_t *key, const char *what)
 	bed_drop(&dut, keys);
 }
 
+/*
+ * Keys that were not chosen cannot be read: each lies on a page of its own, and all but the chosen
+ * ones of the query are closed. A verb that touches another dies.
+ */
+#define PAGE_KEYS 300
+#define PAGE_TAKE 40
+
+static void on_fault(int sig)
+{
+	static const char text[] = "not ok - attention_at read a key that was not chosen\n";
+
+	(void)sig;
+	(void)!write(STDOUT_FILENO, text, sizeof text - 1);
+	_exit(1);
+}
+
+static void test_untouched(void)
+{
+	struct attention a = { 3, 1, 40, 32, 0.4f, 0, NULL };
+	int64_t page = sysconf(_SC_PAGESIZE), ld = page / (int64_t)dtype_size(dut.compute);
+	size_t bytes = (size_t)(PAGE_KEYS * page);
+	char *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	struct err e = { 1, "no pages" };
+	struct tensor k = { bed_must(p == MAP_FAILED ? NULL : p, &e), dut.compute, PAGE_KEYS, 40,
+			    ld };
+	struct piece whole = { 0, PAGE_KEYS, 0, PAGE_KEYS, 0, PAGE_KEYS };
+	int32_t *key = draw_keys(&whole, 1, PAGE_TAKE);
+	struct tensor keys = bed_ints(&dut, PAGE_KEYS, PAGE_TAKE, key),
+		      q = bed_tensor(&dut, dut.compute, PAGE_KEYS, 120, 0, NULL),
+		      open = bed_tensor(&dut, DT_F32, PAGE_KEYS, 96, 0, NULL),
+		      shut = bed_tensor(&dut, DT_F32, PAGE_KEYS, 96, 0, NULL);
+	float *numbers = bed_numbers(PAGE_KEYS * 120);
+	void (*before)(int) = signal(SIGSEGV, on_fault);
+	float *want, *got;
+
+	for (int64_t i = 0; i < PAGE_KEYS * 120; i++)
+		dtype_convert((char *)q.p + (size_t)i * dtype_size(q.dtype), q.dtype, &numbers[i],
+			      DT_F32, 1);
+	for (int64_t i = 0; i < PAGE_KEYS; i++)
+		dtype_convert(p + i * page, k.dtype, numbers + i * 40, DT_F32, 40);
+	dut.be->attention_at(&dut, open, q, k, tensor_cols(k, 0, 32), keys, &a, &whole, 1);
+	for (int64_t t = 0; t < PAGE_KEYS; t += 23) {
+		struct piece one = { t, 1, t, PAGE_KEYS, 0, PAGE_KEYS };
+
+		mprotect(p, bytes, PROT_NONE);
+		for (int64_t i = 0; i < PAGE_TAKE && key[t * PAGE_TAKE + i] >= 0; i++)
+			mprotect(p + key[t * PAGE_TAKE + i] * page, (size_t)page, PROT_READ);
+		dut.be->attention_at(&dut, shut, q, k, tensor_cols(k, 0, 32), keys, &a, &one, 1);
+		got = bed_floats(&dut, tensor_rows(shut, t, 1));
+		want = bed_floats(&dut, tensor_rows(open, t, 1));
+		ok(!memcmp(got, want, 96 * sizeof *got), "%s",
+		   label("attention_at, query %d reads what was chosen, nothing else", (int)t));
+		free(got);
+		free(want);
+	}
+	signal(SIGSEGV, before);
+	munmap(p, bytes);
+	bed_drop(&dut, keys);
+	bed_drop(&dut, q);
+	bed_drop(&dut, open);
+	bed_drop(&dut, shut);
+	free(key);
+	free(numbers);
+}
+
 /* ---- a row's bits ---------------------------------------------------------------------------- */
 
 #define LENGTH 290
@@ -588,6 +656,8 @@ int main(int argc, char **argv)
 			test_known_choice();
 			test_nan_choice();
 			test_all_chosen();
+			if (dut.be->host_memory)
+				test_untouched();
 			refused((const int32_t[]){ 0, 4 }, "a key behind the row");
 			refused((const int32_t[]){ 2, 1 }, "keys that do not ascend");
 			if (!itself) {
