@@ -108,7 +108,8 @@ static void scheduled(const char *change, int64_t layers, const char *full, cons
 static const char published[] =
 	"{\"num_attention_heads\": 64, \"hidden_size\": 6144, \"q_lora_rank\": 2048,"
 	" \"kv_lora_rank\": 512, \"qk_nope_head_dim\": 192, \"qk_rope_head_dim\": 64,"
-	" \"v_head_dim\": 256, \"index_n_heads\": 32, \"index_head_dim\": 128, \"index_topk\": 2048,"
+	" \"v_head_dim\": 256, \"index_n_heads\": 32, \"index_head_dim\": 128,"
+	" \"index_topk\": 2048,"
 	" \"intermediate_size\": 12288, \"moe_intermediate_size\": 2048,"
 	" \"indexer_types\": [\"full\", \"shared\", \"full\", \"shared\", \"shared\", \"shared\","
 	" \"full\"]}";

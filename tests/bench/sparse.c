@@ -338,12 +338,12 @@ static json_t *side_json(struct side *s, int pairs)
 
 static void print_side(const char *name, const json_t *x)
 {
+	static const char *const keys[] = { "seconds", "choose", "attention", "rest", "mean_keys" };
+
 	printf("  %-7s", name);
-	for (const char *const *key = (const char *const[]){ "seconds", "choose", "attention", "rest",
-							     "mean_keys", NULL };
-	     *key; key++)
-		if (json_object_get(x, *key))
-			printf(" %s %.4g", *key, json_number_value(json_object_get(x, *key)));
+	for (size_t i = 0; i < sizeof keys / sizeof *keys; i++)
+		if (json_object_get(x, keys[i]))
+			printf(" %s %.4g", keys[i], json_number_value(json_object_get(x, keys[i])));
 	printf("\n");
 }
 
@@ -370,7 +370,8 @@ static void report(struct match *m, const struct rig_options *o)
 	snprintf(name, sizeof name, "%s, %d heads, S = %lld: chosen keys / all", dtype, some.heads,
 		 (long long)o->length);
 	rig_result(o, "sparse", name, rig_median(ratio, n), "ratio",
-		   pays ? BOUND_AT_MOST : BOUND_NONE, o->length >= HALF ? 0.6 : 1, more);
+		   pays ? BOUND_AT_MOST : BOUND_NONE, o->length >= HALF ? 0.6 : 1,
+		   more);
 }
 
 int sparse(const struct rig_options *o, struct err *e)
