@@ -243,16 +243,14 @@ static inline void vec_number_to_bf16(uint16_t *p, const vec *v)
 	vec_upper_half(p, &r);
 }
 
-/*
- * m[i][j] becomes m[j][i]. Four times lanes change places with those whose number differs in one
- * bit, in the vector whose number differs in the same one.
- */
+#ifdef __AVX512F__
+/* Lanes of two vectors whose numbers differ in bit h change places with those of the other. */
 #define TURN_LO(l, h) ((l) & (h) ? LANES + (l) - (h) : (l))
 #define TURN_HI(l, h) ((l) & (h) ? LANES + (l) : (l) + (h))
 #define TURN_ALL(t, h)                                                                          \
 	t(0, h), t(1, h), t(2, h), t(3, h), t(4, h), t(5, h), t(6, h), t(7, h), t(8, h),        \
 		t(9, h), t(10, h), t(11, h), t(12, h), t(13, h), t(14, h), t(15, h)
-#define TURN_STEP(h)                                                                            \
+#define TURN_STEP(m, h)                                                                         \
 	for (int i = 0; i < LANES; i++)                                                         \
 		if (!(i & (h))) {                                                               \
 			vec_bits a = m[i], b = m[i + (h)];                                      \
@@ -260,13 +258,25 @@ static inline void vec_number_to_bf16(uint16_t *p, const vec *v)
 			m[i] = __builtin_shufflevector(a, b, TURN_ALL(TURN_LO, h));             \
 			m[i + (h)] = __builtin_shufflevector(a, b, TURN_ALL(TURN_HI, h));       \
 		}
+#endif
 
+/* m[i][j] becomes m[j][i]. */
 static inline void vec_turn(vec_bits m[LANES])
 {
-	TURN_STEP(8)
-	TURN_STEP(4)
-	TURN_STEP(2)
-	TURN_STEP(1)
+#ifdef __AVX512F__
+	TURN_STEP(m, 8)
+	TURN_STEP(m, 4)
+	TURN_STEP(m, 2)
+	TURN_STEP(m, 1)
+#else
+	uint32_t t[LANES][LANES], u[LANES][LANES];
+
+	memcpy(t, m, sizeof t);
+	for (int i = 0; i < LANES; i++)
+		for (int j = 0; j < LANES; j++)
+			u[i][j] = t[j][i];
+	memcpy(m, u, sizeof u);
+#endif
 }
 
 static inline void run_load(float *dst, const void *src, enum dtype d, int64_t n)
