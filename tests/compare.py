@@ -7,13 +7,15 @@ Ids and masks must be exact, padded positions zero, real positions within factor
 states, relative to their rms, may be 1.5 times that of the reference's own bf16 run (DIR, else the case's expected-bf16; exit 77
 if it has none). Where a target chooses experts and keys, rounding decides near ties, and few positions make up most of that sum:
 so the positions' own relative differences may also, at the first quarter of them, at half and at three quarters, be 1.5
-times the reference's. Exit 0 within, 1 beyond, with one line per tensor.
+times the reference's. With --rounded, CASE is a cache in fp32, of which CACHE must be the same in its own dtype. Exit 0 within,
+1 beyond, with one line per tensor.
 """
 import argparse, json, pathlib, re, sys
 import numpy as np
 from safetensors import safe_open
 
-DTYPE = {"I64": "<i8", "I32": "<i4", "U8": "u1", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+DTYPE = {"I64": "<i8", "I32": "<i4", "U8": "u1", "I8": "i1", "F8_E4M3": "u1", "F8_E8M0": "u1", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+DTYPE_OF = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 ULP = {"F32": 0.0, "F16": 2.0**-10, "BF16": 2.0**-7}     # one rounding step, relative, when the cache is narrower
 
 def read(path):
@@ -45,10 +47,28 @@ def noise_of(info, tensor):
 a = argparse.ArgumentParser()
 a.add_argument("cache"); a.add_argument("case"); a.add_argument("--factor", type=float, default=20)
 a.add_argument("--bf16", action="store_true"); a.add_argument("--expected", default="expected")   # e.g. expected-force-hf
-a.add_argument("--reference")
+a.add_argument("--reference"); a.add_argument("--rounded", action="store_true")
 o = a.parse_args()
 cache, case = pathlib.Path(o.cache), pathlib.Path(o.case)
 exp = case / o.expected
+
+def rounded(x, kind):
+    """fp32 in a narrower dtype, to the nearest, ties to even"""
+    if kind == "F16": return x.astype("<f2").astype("<f4")
+    if kind == "BF16":
+        bits = x.astype("<f4").view("<u4")
+        return ((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000).astype("<u4").view("<f4")
+    return x
+
+if o.rounded:
+    files = sorted(p.name for p in case.glob("*.safetensors")); bad = files != sorted(p.name for p in cache.glob("*.safetensors")) or not files
+    for name in files:
+        g = read(cache / name)
+        for k, (kind, x) in read(case / name).items():
+            narrow = kind == "F32" and g[k][0] in ("F16", "BF16")
+            if kind == "F32" and not narrow or not np.array_equal(rounded(x, g[k][0]) if narrow else x, g[k][1]):
+                bad = True; print(f"{name}: {k}, {g[k][0]}, is not {kind}, rounded")
+    sys.exit(bad)
 info = json.loads((case / "case.json").read_text())
 with safe_open(case / "tokens.safetensors", framework="np") as f:
     length = np.diff(f.get_tensor("row_offsets"))
@@ -122,5 +142,12 @@ if tw.exists():
     e, g = read(tw), read(cache / tw.name)
     for k in e:
         if k not in g or g[k][0] != e[k][0] or not np.array_equal(g[k][1], e[k][1]): bad.append(f"target_weights: {k} differs")
+else:                                           # they are the model's own, which a case need not hold twice
+    own = {}
+    for path in (case / "model").glob("*.safetensors"): own.update(read(path))
+    tied = json.loads((case / "model" / "config.json").read_text()).get("tie_word_embeddings")
+    own = {"embed_tokens.weight": own.get("model.embed_tokens.weight"), "lm_head.weight": own.get("model.embed_tokens.weight" if tied else "lm_head.weight")}
+    for k, (kind, x) in read(cache / tw.name).items() if None not in own.values() else ():
+        if kind != DTYPE_OF[m["dtype"]] or not np.array_equal(rounded(own[k][1], kind), x): bad.append(f"target_weights: {k} is not the model's")
 for b in bad: print("FAIL", b)
 sys.exit(1 if bad else 0)

@@ -81,7 +81,6 @@ one_case qwen3moe-norm 16 whole
 if [ -z "${DSPARK_TEST_QUICK-}" ]; then
 	one_case qwen3moe-mixed-v5 10
 	one_case qwen3moe-yarn 8
-	one_case e2e-qwen3moe-parquet 8
 	one_case qwen3-untied-bias-yarn 1
 	one_case glm52-bf16 12
 	one_case glm5-halfsplit-groups 16
