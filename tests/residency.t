@@ -159,7 +159,7 @@ few() {
 	 dspark-load -q -s "$tmp/stage" "$tmp/plan" >"$tmp/run" && dspark-forward -q "$tmp/run" >"$tmp/log") || return
 	some=$(member weights_read "$tmp/log")
 	echo "a token read $some bytes, all rows $all; experts have $(experts_bytes)"
-	[ $((all - some)) -eq $(($(experts_bytes) / 16 * 12)) ]
+	[ $((all - some)) -eq $(($(experts_bytes) * 12 / 16)) ]
 }
 if need_python "experts that nobody chose are not read" numpy,xxhash,safetensors; then
 	check "$case: stream" run "$tmp/v" 1 --weights stream
