@@ -290,6 +290,9 @@ int main(void)
 		{ "{\"kv_lora_rank\": 0}", "'kv_lora_rank' is 0" },
 		{ "{\"index_topk\": null}", "index_topk" },
 		{ "{\"quantization_config\": {\"quant_method\": \"gptq\"}}", "'gptq'" },
+		{ "{\"quantization_config\": {\"quant_method\": \"fp8\", \"fmt\": \"e5m2\"}}",
+		  "'e5m2'" },
+		{ "{\"quantization_config\": [\"fp8\"]}", "quantization_config is not an object" },
 		{ "{\"quantization_config\": {\"quant_method\": \"fp8\", \"weight_block_size\": "
 		  "[64, 128]}}",
 		  "weight_block_size" },
