@@ -68,6 +68,8 @@ enum weight_use {
 /* In which dtype a weight takes part (DESIGN section 4). */
 enum weight_unit { WEIGHT_BULK /* compute dtype */, WEIGHT_FP32, WEIGHT_RAW /* integers */ };
 
+enum quant_code { CODE_F8_E4M3, CODE_MXFP4, CODE_INT4 };
+
 /*
  * Packed storage: codes in blocks of block_rows x block_cols that share a scale (blocks are indexed
  * by global row and column).
@@ -81,7 +83,7 @@ enum weight_unit { WEIGHT_BULK /* compute dtype */, WEIGHT_FP32, WEIGHT_RAW /* i
  * with an element of its tensor.
  */
 struct quant {
-	enum { CODE_F8_E4M3, CODE_MXFP4, CODE_INT4 } code;
+	enum quant_code code;
 	int block_rows, block_cols;	/* QUANT_ALL_COLS: the whole row */
 	/*
 	 * DT_F32, DT_BF16, DT_F16, DT_F8_E8M0 (value 2^(byte-127)), DT_U8 (the same bytes under

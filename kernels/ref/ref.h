@@ -27,7 +27,7 @@ struct ref_weight {
 
 static inline const struct ref_weight *ref_of(const struct weight *w)
 {
-	return w->handle;
+	return (const struct ref_weight *)w->handle;
 }
 
 /* A USE_VECTOR weight's numbers. */
