@@ -23,8 +23,8 @@ and to the names that the former uses.
     name     {layer} and {expert} are numbers; {a,b} stands for a and for b
     where    `once`, `all` layers, or a name that the function gives: layers, or yes or no
     shape    separated by commas; arithmetic over the function's names, ceil(a, b) rounds up
-    dtype    as safetensors spells it; `q8` is BF16 or, where the function's name `q8` is true,
-             F8_E4M3 beside F32 scales of blocks of 128 x 128, named NAME_scale_inv
+    dtype    as safetensors spells it; `q8` is BF16 or, where the function's name `q8` is a dtype,
+             F8_E4M3 beside scales of that dtype for blocks of 128 x 128, named NAME_scale_inv
     skipped  the word, where the forward does not look at the tensor, as it never does at layers
              from `layers` on
 """
@@ -48,15 +48,15 @@ SCALE = "_scale_inv"
 
 QWEN3_TENSORS = """
 model.embed_tokens.weight                                       once  V,H      BF16
-model.layers.{layer}.self_attn.q_proj.weight                    all   nq*D,H   BF16
-model.layers.{layer}.self_attn.{k,v}_proj.weight                all   nkv*D,H  BF16
-model.layers.{layer}.self_attn.o_proj.weight                    all   H,nq*D   BF16
+model.layers.{layer}.self_attn.q_proj.weight                    all   nq*D,H   q8
+model.layers.{layer}.self_attn.{k,v}_proj.weight                all   nkv*D,H  q8
+model.layers.{layer}.self_attn.o_proj.weight                    all   H,nq*D   q8
 model.layers.{layer}.self_attn.{q,k}_norm.weight                all   D        BF16
-model.layers.{layer}.mlp.{gate,up}_proj.weight                  dense I,H      BF16
-model.layers.{layer}.mlp.down_proj.weight                       dense H,I      BF16
+model.layers.{layer}.mlp.{gate,up}_proj.weight                  dense I,H      q8
+model.layers.{layer}.mlp.down_proj.weight                       dense H,I      q8
 model.layers.{layer}.mlp.gate.weight                            moe   E,H      BF16
-model.layers.{layer}.mlp.experts.{expert}.{gate,up}_proj.weight moe   Ie,H     BF16
-model.layers.{layer}.mlp.experts.{expert}.down_proj.weight      moe   H,Ie     BF16
+model.layers.{layer}.mlp.experts.{expert}.{gate,up}_proj.weight moe   Ie,H     q8
+model.layers.{layer}.mlp.experts.{expert}.down_proj.weight      moe   H,Ie     q8
 model.layers.{layer}.{input,post_attention}_layernorm.weight    all   H        BF16
 model.norm.weight                                               once  H        BF16
 lm_head.weight                                                  head  V,H      BF16
@@ -75,7 +75,19 @@ Qwen3-32B              64     5120 64 8   25600 0       0    own   32.8   65.5  
 Qwen3-30B-A3B          48     2048 32 4   6144  128     768  own   30.5   61.1  0
 Qwen3-235B-A22B        94     4096 64 4   12288 128     1536 own   235    470   0
 Qwen3-Coder-480B-A35B  62     6144 96 8   8192  160     2560 own   480    960   0
+Qwen3-8B-FP8           36     4096 32 8   12288 0       0    own   8.19   -     0
+Qwen3-30B-A3B-FP8      48     2048 32 4   6144  128     768  own   30.5   -     0
 """
+
+
+def fp8_config(plain):
+    return {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "modules_to_not_convert": plain,
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    }
 
 
 def qwen3(m):
@@ -120,9 +132,12 @@ def qwen3(m):
             output_router_logits=False,
             router_aux_loss_coef=0.001,
         )
+    q8 = "BF16" if m["model"].endswith("-FP8") else None
+    if q8:
+        config["quantization_config"] = fp8_config(["lm_head", "model.layers.0.input_layernorm"])
     names = {key: int(m[key]) for key in ("H", "nq", "nkv", "I", "Ie")}
     every = range(layers)
-    names.update(V=151936, D=128, E=experts, all=every, layers=layers)
+    names.update(V=151936, D=128, E=experts, all=every, layers=layers, q8=q8)
     names.update(moe=every if experts else [], dense=[] if experts else every)
     names.update(head=m["head"] == "own", copy=m["head"] == "copy")
     return config, names
@@ -169,7 +184,7 @@ GLM-5.2-FP8  some    1  8000000 1048576   118629  141   753.33 743.38 755.62
 
 
 def glm(m):
-    layers, dense, heads, q8 = 78, 3, 64, m["q8"] == "1"
+    layers, dense, heads, q8 = 78, 3, 64, "F32" if m["q8"] == "1" else None
     every = range(layers + 1)  # the last predicts a second token
     full = [i for i in every if m["indexer"] == "all" or i in (0, layers) or i % 4 == 2 or i == 1]
     config = {
@@ -227,13 +242,7 @@ def glm(m):
         config.update(indexer_types=types, index_share_for_mtp_iteration=True)
         config.update(index_topk_freq=4, index_topk_pattern=None, index_skip_topk_offset=3)
     if q8:
-        config["quantization_config"] = {
-            "activation_scheme": "dynamic",
-            "fmt": "e4m3",
-            "modules_to_not_convert": ["lm_head", "model.embed_tokens"],
-            "quant_method": "fp8",
-            "weight_block_size": [128, 128],
-        }
+        config["quantization_config"] = fp8_config(["lm_head", "model.embed_tokens"])
     names = dict(H=6144, V=154880, Q=2048, C=512, nq=heads, nope=192, rot=64, Dv=256, ih=32, Di=128)
     names.update(I=12288, Ie=2048, E=256, q8=q8, all=every, layers=layers, full=full)
     names.update(dense=every[:dense], moe=every[dense:], mtp=every[layers:])
@@ -279,7 +288,7 @@ def rows(text, names):
         for n in alternatives(name):
             yield name, n, where, sizes, dtype, bool(skipped)
             if scales:
-                yield name + SCALE, n + SCALE, where, scales, "F32", bool(skipped)
+                yield name + SCALE, n + SCALE, where, scales, names["q8"], bool(skipped)
 
 
 def tensors(text, names):
