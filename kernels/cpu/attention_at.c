@@ -324,9 +324,11 @@ static void save(const struct job *j, const struct task *t, const struct desk *w
 
 		for (int64_t c = 0; c < width; c++)
 			sums[c] = total == 0 ? nothing : sums[c] / total;
-		run_save(ref_at(j->out, t->token, (t->head + h) * width), j->out.dtype, sums,
-			 width);
+		run_convert(w->pv, j->out.dtype, sums, DT_F32, width);
+		run_stream(ref_at(j->out, t->token, (t->head + h) * width), w->pv,
+			   (size_t)width * dtype_size(j->out.dtype));
 	}
+	run_stream_end();
 }
 
 /* Number i of the tiles of a piece: a query, a kv head, a part of its heads. */

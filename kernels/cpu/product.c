@@ -29,7 +29,7 @@ struct job {
 /* A thread's memory. */
 struct desk {
 	char *rows; /* [ROWS, K] of x, or a plain panel */
-	float *sums; /* [ROWS, width] */
+	char *sums; /* [ROWS, width] of the product's result */
 	char *scratch;
 };
 
@@ -44,10 +44,10 @@ static size_t desk_at(const struct job *j, char *p, struct desk *w)
 	const struct product *x = j->product;
 	int64_t high = x->N > ROWS ? x->N : ROWS;
 	size_t rows = whole_lines((size_t)(high * x->K) * dtype_size(x->operand)),
-	       sums = whole_lines((size_t)(ROWS * x->N) * sizeof(float));
+	       sums = whole_lines((size_t)(ROWS * x->N) * dtype_size(x->result));
 
 	if (p)
-		*w = (struct desk){ p, (float *)(p + rows), p + rows + sums };
+		*w = (struct desk){ p, p + rows, p + rows + sums };
 	return rows + sums + whole_lines(x->scratch_bytes);
 }
 
@@ -86,6 +86,24 @@ static void load_tile(const struct job *j, int64_t group, int64_t t0, const stru
 			memset(w->rows + (size_t)r * pitch, 0, pitch);
 }
 
+/* Columns [first, first + n) of a group: large results need not be read before they are written. */
+static void save(const struct job *j, int64_t group, int64_t t0, int64_t first, int64_t n,
+		 const char *sums)
+{
+	enum dtype from = j->product->result, to = j->out.dtype;
+	size_t pitch = (size_t)j->product->N * dtype_size(from);
+
+	for (int64_t r = 0; r < ROWS && t0 + r < j->out.rows; r++, sums += pitch) {
+		void *dst = ref_at(j->out, t0 + r, group * j->g->out_step + first);
+
+		if (from == to)
+			run_stream(dst, sums, (size_t)n * dtype_size(to));
+		else
+			run_convert(dst, to, sums, from, n);
+	}
+	run_stream_end();
+}
+
 static int one_tile(const struct job *j, int64_t group, int64_t t0, const struct desk *w,
 		    struct call *c, struct err *e)
 {
@@ -96,9 +114,7 @@ static int one_tile(const struct job *j, int64_t group, int64_t t0, const struct
 
 		if (onednn_run(c, w->sums, w->rows, panel_at(j, group, panel), w->scratch, e))
 			return -1;
-		for (int64_t r = 0; r < ROWS && t0 + r < j->out.rows; r++)
-			run_save(ref_at(j->out, t0 + r, group * j->g->out_step + first),
-				 j->out.dtype, w->sums + r * j->product->N, n);
+		save(j, group, t0, first, n, w->sums);
 	}
 	return 0;
 }
@@ -134,7 +150,7 @@ void cpu_product(struct device *d, struct tensor out, struct tensor x, struct te
 {
 	struct job j = { .d = d, .out = out, .x = x, .y = y, .g = g };
 	struct product want = { .operand = operand_of(d),
-				.result = DT_F32,
+				.result = operand_of(d) == out.dtype ? out.dtype : DT_F32,
 				.M = ROWS,
 				.K = round_up(g->k, PAD),
 				.ld = round_up(g->k, PAD),
