@@ -39,8 +39,8 @@
 #define STACK ((size_t)256 << 10)
 #define LANES 32
 
-thread_local dim3 threadIdx, blockIdx, blockDim, gridDim;
-thread_local char *emulated_shared;
+__thread dim3 threadIdx, blockIdx, blockDim, gridDim;
+__thread char *emulated_shared;
 
 static void die(const char *what)
 {

@@ -172,8 +172,8 @@ using std::max;
 using std::min;
 
 /* The thread that runs, and its block. */
-extern thread_local dim3 threadIdx, blockIdx, blockDim, gridDim;
-extern thread_local char *emulated_shared;	/* dynamic, of its exact size */
+extern __thread dim3 threadIdx, blockIdx, blockDim, gridDim;
+extern __thread char *emulated_shared;	/* dynamic, of its exact size */
 
 #define warpSize 32
 
