@@ -192,7 +192,12 @@ struct gemm {
 
 int blas_open(struct cuda *c, struct err *e);
 void blas_close(struct cuda *c);	/* legal where it was not opened */
+/* Whether cuBLASLt has such results; others come from a slower kernel of our own. */
+bool blas_takes(enum dtype operand, enum dtype result, bool bias);
 void blas_gemm(struct device *d, const struct gemm *g);
+
+/* x as operands, [rows, cols] without gaps. */
+void cuda_round_rows(struct device *d, void *out, enum dtype operand, struct tensor x);
 
 /* ---- verbs and the rest of the table --------------------------------------------------------- */
 

@@ -520,6 +520,9 @@ static int cuda_sync(struct device *d, struct err *e)
 	if (cuda_ok(d, cudaStreamSynchronize(c->compute), "the device")) {
 		count_compute(d);
 		name_fault(c->fault_host, &d->err);
+		if (c->fault_host->kind != FAULT_NONE)	/* named once, as other failures are */
+			cuda_ok(d, cudaMemsetAsync(c->fault, 0, sizeof *c->fault, c->compute),
+				"the device");
 	}
 	cuda_ok(d, cudaStreamSynchronize(c->download), "store");
 out:

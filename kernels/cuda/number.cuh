@@ -78,8 +78,9 @@ __device__ static inline float act_number(const struct act &a, float g, float u)
 	case ACT_SILU:
 		return g / (1.0f + expf(-g)) * u;
 	case ACT_SILU_CLAMP:
-		g = fminf(g, a.limit);
-		u = fminf(fmaxf(u, -a.limit), a.limit);
+		/* not by fminf, which would end a NaN */
+		g = g > a.limit ? a.limit : g;
+		u = u > a.limit ? a.limit : u < -a.limit ? -a.limit : u;
 		return g / (1.0f + expf(-g)) * u;
 	case ACT_GELU_TANH:
 		return 0.5f * g *

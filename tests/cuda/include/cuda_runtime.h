@@ -137,6 +137,7 @@ cudaError_t cudaFuncSetAttribute(const void *kernel, enum cudaFuncAttribute a, i
 #define __forceinline__ inline
 #define __noinline__
 #define __launch_bounds__(...)
+#define __grid_constant__
 #define __align__(n) __attribute__((aligned(n)))
 
 struct dim3 {
