@@ -217,6 +217,44 @@ out:
 	return rc;
 }
 
+/* A device with memory of its own: whether it has as much as was planned, before it is filled. */
+static int check_device(struct session *s, struct err *e)
+{
+	uint64_t need = plan_rank_bytes(&s->plan) - DEVICE_OWN_BYTES, left, all;
+	struct text want = TEXT_INIT, have = TEXT_INIT, most = TEXT_INIT;
+	int rc;
+
+	if (s->dev.be->host_memory)
+		return 0;
+	if (s->plan.spill)
+		return err_refuse(e,
+				  "%s: the plan's windows lie in files, which device '%s' does not "
+				  "reach: run dspark-plan again",
+				  s->run.name, s->plan.device);
+	if (s->dev.be->room(&s->dev, &left, &all, e))
+		return -1;
+	if (need <= left)
+		return 0;
+	text_bytes(&want, (double)need);
+	text_bytes(&have, (double)left);
+	text_bytes(&most, (double)all);
+	rc = need > all ? err_refuse(e,
+				     "the plan needs %s of the device beside what CUDA takes, but "
+				     "the device has %s: plan again with --memory %lluM, or more "
+				     "ranks",
+				     want.s, most.s, (unsigned long long)(all >> 20))
+			: err_fail(e,
+				   "the plan needs %s of the device beside what CUDA takes, but %s "
+				   "of its %s are free: wait until others have ended, or plan again "
+				   "with --memory %lluM",
+				   want.s, have.s, most.s,
+				   (unsigned long long)((left + DEVICE_OWN_BYTES) >> 20));
+	text_release(&want);
+	text_release(&have);
+	text_release(&most);
+	return rc;
+}
+
 static int open_device(struct session *s, struct err *e)
 {
 	struct device_options d = { s->plan.compute, 0, s->comm.local_rank, s->comm.local_size };
@@ -227,7 +265,7 @@ static int open_device(struct session *s, struct err *e)
 				     .rows = &s->rows,
 				     .experts = &s->experts };
 
-	if (backend_open(&s->dev, s->plan.device, &d, e))
+	if (backend_open(&s->dev, s->plan.device, &d, e) || check_device(s, e))
 		return -1;
 	return weights_open(&s->weights, &s->target, &s->stage, &s->dev, &w, e);
 }
@@ -364,6 +402,23 @@ out:
 	return rc;
 }
 
+/*
+ * How long each part was at work, beside the others. What a device does not tell is as long as the
+ * forward had nothing else to do.
+ */
+static json_t *busy_json(struct session *s, double compute)
+{
+	struct device_times t = { .compute = compute };
+	double gathering;
+
+	weights_times(&s->weights, &t.upload, &gathering);
+	if (s->dev.be->times)
+		s->dev.be->times(&s->dev, &t);
+	return json_pack("{s:f, s:f, s:f, s:f, s:f, s:f}", "compute", t.compute, "upload", t.upload,
+			 "gather", gathering, "exchange", s->forward.exchanging,
+			 "download", t.download, "writer", s->capture.busy);
+}
+
 static void summarise(struct session *s)
 {
 	const struct forward *f = &s->forward;
@@ -373,7 +428,7 @@ static void summarise(struct session *s)
 
 	getrusage(RUSAGE_SELF, &usage);
 	put_record(&s->output, json_pack("{s:s, s:i, s:I, s:I, s:I, s:I, s:I, s:I, s:f, s:f, "
-		"s:{s:f, s:f, s:f, s:f, s:f, s:f}, s:{s:I, s:I}, s:{s:s, s:i, s:s}}",
+		"s:{s:f, s:f, s:f, s:f, s:f, s:f, s:f}, s:o, s:{s:I, s:I}, s:{s:s, s:i, s:s}}",
 		"record", "summary", "rank", s->comm.rank, "rows", (json_int_t)f->rows,
 		"tokens", (json_int_t)f->tokens_done,
 		"windows", (json_int_t)f->windows, "shards", (json_int_t)c->shards,
@@ -384,7 +439,9 @@ static void summarise(struct session *s)
 		"time", "start", f->began > 0 ? f->began - s->start : 0.0,
 		"weights", f->acquiring, "exchange", f->exchanging,
 		"compute", compute > 0 ? compute : 0.0,
+		"waiting_for_device", f->waiting,
 		"waiting_for_writer", c->waited, "writer", c->busy,
+		"busy", busy_json(s, compute > 0 ? compute : 0.0),
 		"memory", "weights", (json_int_t)s->weights.most,
 		"peak", (json_int_t)usage.ru_maxrss * 1024,
 		"device", "backend", s->dev.be->name, "threads", s->dev.threads,
@@ -412,7 +469,8 @@ static int compute(struct session *s, struct err *e)
 				       .begin = write_target_weights,
 				       .published = put_shard,
 				       .ctx = s,
-				       .spill = s->plan.spill };
+				       .spill = s->plan.spill,
+				       .dev = &s->dev };
 	s->forward = (struct forward){ .plan = &s->plan,
 				       .range = &s->plan.range[s->comm.rank],
 				       .tokens = &s->tokens,

@@ -258,7 +258,7 @@ static void add_unit(const struct budget_choice *c, const struct size *u, struct
 		return;
 	}
 	if (c->residency == WEIGHTS_GATHER)
-		out->held += u->own;
+		*(c->apart ? &out->host_held : &out->held) += u->own;
 	if (u->block > out->largest) {
 		out->largest = u->block;
 		out->kind = u->kind;
@@ -288,7 +288,8 @@ void budget_weights(const struct budget *b, const struct budget_choice *c, int s
 		add_unit(c, &u, &w, out);
 	}
 	/* one computes while the next is made */
-	out->working = 2 * w.layer + (w.several ? 2 : 1) * w.block + w.wire;
+	out->working = 2 * w.layer + (w.several ? 2 : 1) * w.block;
+	*(c->apart ? &out->host_working : &out->working) += w.wire;
 }
 
 bool budget_splits(const struct budget *b, const struct budget_choice *c)

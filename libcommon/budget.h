@@ -37,11 +37,14 @@ struct budget_choice {
 	struct stage_mesh mesh;		/* its `cut` is the residency's */
 	bool keep;
 	int64_t block;			/* experts of a block, 0 = all of the rank's */
+	bool apart;			/* the device has memory of its own */
 };
 
 struct budget_weights {
 	/* in memory all the time; units that come and go, with what their gathering takes */
 	uint64_t held, working;
+	/* of a device with memory of its own: what of both lies in host memory instead */
+	uint64_t host_held, host_working;
 	/* the largest unit that comes and goes, bytes on the device */
 	enum unit_kind kind;
 	int layer;

@@ -213,8 +213,18 @@ static void *publish_shards(void *arg)
 	return NULL;
 }
 
+/* From here on mem_aligned gives pages that nothing else has a part of. */
+#define APART ((size_t)4 << 20)
+
+static bool may_pin(const struct capture *c)
+{
+	return c->dev && c->dev->be->pin && !c->spill;
+}
+
 static void *room(const struct capture *c, size_t bytes, struct err *e)
 {
+	if (may_pin(c))
+		bytes = (bytes / APART + 1) * APART;
 	return c->spill ? spill_map(bytes, e) : mem_aligned(bytes, e);
 }
 
@@ -226,8 +236,38 @@ static void give_room(const struct capture *c, void *p, size_t bytes)
 		free(p);
 }
 
+/* The first `n` of the buffers' four parts are pinned. */
+static void unpin(struct capture *c, int n)
+{
+	for (int i = 0; i < n; i++)
+		c->dev->be->unpin(c->dev,
+				  i % 2 ? c->buffer[i / 2].last : c->buffer[i / 2].states);
+}
+
+/* Without pages that stay where they are copies are slower, and the device waits for them. */
+static void pin(struct capture *c)
+{
+	struct err e = ERR_INIT;
+	int n = 0;
+
+	while (n < 4 && !c->dev->be->pin(c->dev,
+					 n % 2 ? c->buffer[n / 2].last : c->buffer[n / 2].states,
+					 n % 2 ? c->last_bytes : c->states_bytes, &e))
+		n++;
+	c->pinned = n == 4;
+	if (c->pinned)
+		return;
+	unpin(c, n);
+	log_warn("the buffers of captured states are not pinned, which makes the device wait for "
+		 "them: %s",
+		 e.text);
+}
+
 static void release(struct capture *c)
 {
+	if (c->pinned)
+		unpin(c, 4);
+	c->pinned = false;
 	for (int i = 0; i < 2; i++) {
 		give_room(c, c->buffer[i].states, c->states_bytes);
 		give_room(c, c->buffer[i].last, c->last_bytes);
@@ -293,6 +333,8 @@ int capture_open(struct capture *c, int64_t window, struct err *e)
 		if (!c->buffer[i].states || !c->buffer[i].last)
 			goto bad;
 	}
+	if (may_pin(c))
+		pin(c);
 	if (!start_threads(c, e))
 		return 0;
 bad:

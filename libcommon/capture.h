@@ -14,6 +14,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "backend.h"
 #include "cache.h"
 
 struct err;
@@ -45,6 +46,7 @@ struct capture {
 	void (*published)(void *ctx, json_t *record);
 	void *ctx;
 	bool spill;			/* the buffers lie in files (spill.h) */
+	struct device *dev;		/* that stores to the buffers; NULL: of host memory */
 
 	struct capture_buffer buffer[2];
 	size_t states_bytes, last_bytes;	/* of one */
@@ -52,6 +54,7 @@ struct capture {
 	pthread_mutex_t lock;
 	pthread_cond_t turn;
 	bool started, ending;
+	bool pinned;			/* the buffers are, for dev */
 	bool written;			/* the writing thread has ended */
 	struct err *err;		/* of either thread, under lock */
 	struct shard_writer *writer;	/* the open shard: the writing thread's own */

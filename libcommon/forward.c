@@ -58,6 +58,16 @@ struct window {
 
 /* ---- memory ---------------------------------------------------------------------------------- */
 
+static int wait_for_device(const struct window *w, struct err *e)
+{
+	struct device *d = w->f->dev;
+	double start = log_seconds();
+	int rc = d->be->sync(d, e);
+
+	w->f->waiting += log_seconds() - start;
+	return rc;
+}
+
 /* What a window holds lies in device memory, or where the plan says. */
 static void *room(const struct forward *f, size_t bytes, struct err *e)
 {
@@ -377,7 +387,7 @@ static int pause_point(struct window *w, struct err *e)
 	if (weights_poll(w->f->weights, e))
 		return -1;
 	if (w->f->dev->err.code)
-		return w->f->dev->be->sync(w->f->dev, e);
+		return wait_for_device(w, e);
 	if (forward_stop)
 		return err_fail(
 			e,
@@ -416,6 +426,18 @@ static int acquire_layer(struct window *w, int layer, struct err *e)
 	return is_split(f, after) ? 0 : weights_want(f->weights, UNIT_EXPERTS, after, NULL, e);
 }
 
+/*
+ * Verbs may run later: what comes and goes is released when they are done, or the loader would fill
+ * a device's memory with what they have not come to.
+ */
+static int let_go(struct window *w, enum unit_kind kind, int layer, struct err *e)
+{
+	if (!weights_stay(w->f->weights, kind, layer) && wait_for_device(w, e))
+		return -1;
+	weights_done(w->f->weights, kind, layer);
+	return 0;
+}
+
 /* Rows count as done in proportion to the layers they have passed; `rows` of the window have. */
 static void show_progress(struct window *w, int64_t rows)
 {
@@ -446,7 +468,7 @@ static int vote(struct window *w, const struct chunk *c, struct err *e)
 		n = host_ids(w->f) / k;
 		n = n < c->tokens - t ? n : c->tokens - t;
 		d->be->store(d, w->host, DT_I32, k, tensor_rows(c->routed.ids, t, n));
-		if (d->be->sync(d, e))
+		if (wait_for_device(w, e))
 			return -1;
 		for (int64_t i = 0; i < n * k; i++)
 			w->votes[w->host[i]] = 1;
@@ -517,9 +539,8 @@ static int run_blocks(struct window *w, int layer, const struct routing *r, stru
 			return -1;
 		more = next_block(w, each, &at, &next);
 		if ((more && weights_want(weights, UNIT_EXPERTS, layer, &next, e)) ||
-		    run_block(w, r, &b, add, e))
+		    run_block(w, r, &b, add, e) || let_go(w, UNIT_EXPERTS, layer, e))
 			return -1;
-		weights_done(weights, UNIT_EXPERTS, layer);
 		b = next;
 		add = true;
 	}
@@ -573,8 +594,8 @@ static int window_layers(struct window *w, struct err *e)
 		for (size_t i = 0; i < w->nparts && !is_split(f, layer); i++)
 			if (run_layer(w, &w->part[i], layer, e) || pause_point(w, e))
 				return -1;
-		weights_done(f->weights, UNIT_EXPERTS, layer);
-		weights_done(f->weights, UNIT_LAYER, layer);
+		if (let_go(w, UNIT_EXPERTS, layer, e) || let_go(w, UNIT_LAYER, layer, e))
+			return -1;
 		if (w->out)
 			show_progress(w, w->out->n * (layer + 1) / (f->target->layers + 1));
 	}
@@ -598,7 +619,7 @@ static int run_window(struct window *w, int64_t first, int64_t n, int64_t parts,
 	for (size_t i = 0; i < w->nparts; i++)
 		if (w->part[i].tokens)
 			run_final(w, &w->part[i]);
-	if (f->dev->be->sync(f->dev, e))
+	if (wait_for_device(w, e))
 		return -1;
 	if (!n)
 		return 0;

@@ -40,8 +40,11 @@ struct forward {
 	 */
 	struct comm *world, *ep;
 
-	/* For the summary: seconds; when layer 0 began first (log_seconds, 0 = never). */
-	double seconds, acquiring, exchanging, began;
+	/*
+	 * For the summary: seconds, of which acquiring, exchanging and waiting for the device; when
+	 * layer 0 began first (log_seconds, 0 = never).
+	 */
+	double seconds, acquiring, exchanging, waiting, began;
 	int64_t rows, tokens_done, windows;
 };
 

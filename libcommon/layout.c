@@ -25,6 +25,12 @@
 #include "text.h"
 #include "tokens.h"
 
+#ifdef HAVE_CUDA
+static const bool have_cuda = true;
+#else
+static const bool have_cuda = false;
+#endif
+
 #define WORLD_MAX (1 << 20)
 #define SHA256_EMPTY "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 
@@ -45,10 +51,10 @@ static int64_t longest_row(const struct plan *p, const struct tokens *t)
 /* What a choice of residency, window and block leads to. */
 struct candidate {
 	struct budget_choice c;
-	int64_t window, window_most;
+	int64_t window, window_most, chunk, chunk_most, exchange_rows;
 	bool spill;
 	struct budget_weights weights; /* of share 0 */
-	uint64_t scratch, carry, exchange, capture, total;
+	uint64_t scratch, carry, exchange, capture, own, total;
 };
 
 static bool gathers(enum residency r)
@@ -61,20 +67,37 @@ static bool streams(enum residency r)
 	return r == WEIGHTS_STREAM || r == WEIGHTS_GATHER_STREAM;
 }
 
+static void cut_chunks(const struct plan *p, const struct budget *b, struct candidate *x)
+{
+	int64_t chunk = x->c.apart ? LAYOUT_DEVICE_CHUNK : LAYOUT_CHUNK_TOKENS;
+
+	x->window_most = p->longest > x->window ? p->longest : x->window;
+	x->chunk = x->window < chunk ? x->window : chunk;
+	x->chunk_most = p->longest > x->chunk ? p->longest : x->chunk;
+	x->exchange_rows = exchange_rows(x->chunk_most, b->most.experts, b->most.k, p->ep);
+}
+
+/* Of the memory that --memory speaks of. */
+static uint64_t captures(const struct candidate *x)
+{
+	return x->spill || x->c.apart ? 0 : x->capture;
+}
+
 /* Two windows of captured states: one being filled, one being written. */
 static void add_up(const struct plan *p, const struct budget *b, struct candidate *x)
 {
 	bool split = budget_splits(b, &x->c);
 
-	x->window_most = p->longest > x->window ? p->longest : x->window;
+	cut_chunks(p, b, x);
 	budget_weights(b, &x->c, 0, &x->weights);
-	x->scratch = budget_scratch(b, p->ids, p->g.nids, p->chunk_most, split);
+	x->scratch = budget_scratch(b, p->ids, p->g.nids, x->chunk_most, split);
 	x->carry = budget_carry(b, x->window_most, split);
-	x->exchange = exchange_bytes(&b->most, p->exchange_rows, p->compute);
+	x->exchange = exchange_bytes(&b->most, x->exchange_rows, p->compute);
 	x->capture = 2 * (uint64_t)x->window_most * (uint64_t)(p->g.nids + 1) *
 		     (uint64_t)p->g.hidden * dtype_size(p->g.dtype);
-	x->total = x->weights.held + x->weights.working + x->scratch + x->exchange +
-		   (x->spill ? 0 : x->carry + x->capture);
+	x->own = x->c.apart ? DEVICE_OWN_BYTES : 0;
+	x->total = x->weights.held + x->weights.working + x->scratch + x->exchange + x->own +
+		   (x->spill ? 0 : x->carry) + captures(x);
 }
 
 /* The largest blocks of experts with which the candidate fits; of one expert where none do. */
@@ -98,19 +121,35 @@ static bool fit_blocks(const struct plan *p, const struct budget *b, uint64_t me
 	}
 }
 
+/* The windows that may be taken. */
+static void windows(const struct candidate *x, const struct layout_options *o, int64_t *most,
+		    int64_t *least)
+{
+	bool streamed = streams(x->c.residency);
+
+	if (o->window_tokens) {
+		*most = *least = o->window_tokens;
+	} else if (x->c.apart) {
+		*most = streamed ? LAYOUT_DEVICE_STREAMED : LAYOUT_DEVICE_TOKENS;
+		*least = LAYOUT_DEVICE_LEAST;
+	} else {
+		*most = streamed ? LAYOUT_WINDOW_STREAMED : LAYOUT_WINDOW_TOKENS;
+		*least = LAYOUT_WINDOW_TOKENS;
+	}
+}
+
 /*
- * The window that was asked for, or the largest down to the least; where weights come and go, and
- * that is not enough, what a window holds is spilled.
+ * The largest window from the most down to the least; where weights come and go, and that is not
+ * enough, what a window holds is spilled, unless it has to be a device's own memory.
  */
 static bool fit(const struct plan *p, const struct budget *b, const struct layout_options *o,
 		struct candidate *x)
 {
-	int64_t most = o->window_tokens		   ? o->window_tokens
-		       : streams(x->c.residency) ? LAYOUT_WINDOW_STREAMED
-						   : LAYOUT_WINDOW_TOKENS,
-		least = o->window_tokens || !streams(x->c.residency) ? most : LAYOUT_WINDOW_TOKENS;
+	bool may_spill = streams(x->c.residency) && !x->c.apart;
+	int64_t most, least;
 
-	for (int spill = 0; spill <= streams(x->c.residency); spill++)
+	windows(x, o, &most, &least);
+	for (int spill = 0; spill <= may_spill; spill++)
 		for (x->window = most; x->window >= least; x->window /= 2) {
 			x->spill = spill;
 			if (fit_blocks(p, b, o->memory, x))
@@ -132,7 +171,8 @@ static struct candidate candidate(const struct plan *p, enum residency r)
 	bool cut = gathers(r) && is_group(p);
 
 	return (struct candidate){ .c = { .residency = r,
-					  .mesh = { p->world, p->ep, p->replicate, cut } } };
+					  .mesh = { p->world, p->ep, p->replicate, cut },
+					  .apart = plan_apart(p) } };
 }
 
 /* Why a candidate does not fit: what is always held, a unit that comes and goes, or all of it. */
@@ -159,11 +199,12 @@ static void why_not(struct text *t, const struct candidate *x, uint64_t memory)
 			    "(%llu bytes)",
 			    (unsigned long long)w->held);
 	} else {
-		text_printf(t, ": weights %llu, activations %llu, buffers %llu bytes%s",
+		text_printf(t, ": weights %llu, activations %llu, %s %llu bytes%s",
 			    (unsigned long long)(w->held + w->working),
 			    (unsigned long long)(x->scratch + x->exchange +
 						 (x->spill ? 0 : x->carry)),
-			    (unsigned long long)(x->spill ? 0 : x->capture),
+			    x->c.apart ? "the device for itself" : "buffers",
+			    (unsigned long long)(captures(x) + x->own),
 			    x->spill ? ", windows spilled" : "");
 	}
 }
@@ -260,7 +301,11 @@ static void adopt(struct plan *p, const struct candidate *x)
 	p->block_experts = x->c.block;
 	p->window_tokens = x->window;
 	p->window_most = x->window_most;
+	p->chunk_tokens = x->chunk;
+	p->chunk_most = x->chunk_most;
+	p->exchange_rows = x->exchange_rows;
 	p->weight_bytes = x->weights.held + x->weights.working;
+	p->host_weight_bytes = x->weights.host_held + x->weights.host_working;
 	p->scratch_bytes = x->scratch;
 	p->carry_bytes = x->carry;
 	p->exchange_bytes = x->exchange;
@@ -279,7 +324,8 @@ static int list_memory(struct plan *p, const struct budget *b, const struct cand
 		return -1;
 	for (int rank = 0; rank < p->world; rank++) {
 		budget_weights(b, &x->c, rank % shares, &w);
-		if (last && last->held == w.held && last->working == w.working) {
+		if (last && last->held == w.held && last->working == w.working &&
+		    last->host_held == w.host_held) {
 			last->last = rank;
 			continue;
 		}
@@ -293,9 +339,14 @@ static int list_memory(struct plan *p, const struct budget *b, const struct cand
 			.held = w.held,
 			.working = w.working,
 			.activations = x->scratch + x->exchange + (x->spill ? 0 : x->carry),
-			.buffers = x->spill ? 0 : x->capture,
+			.buffers = captures(x),
+			.own = x->own,
+			.host_held = w.host_held,
+			.host_working = w.host_working,
+			.host_buffers = x->c.apart ? x->capture : 0,
 		};
-		last->total = last->held + last->working + last->activations + last->buffers;
+		last->total = last->held + last->working + last->activations + last->buffers +
+			      last->own;
 	}
 	return 0;
 }
@@ -343,13 +394,8 @@ static int plan_memory(struct plan *p, const struct recipe *r, struct target *ta
 	bool fits = false;
 
 	p->longest = longest_row(p, t);
-	p->chunk_tokens = o->window_tokens && o->window_tokens < LAYOUT_CHUNK_TOKENS
-				  ? o->window_tokens
-				  : LAYOUT_CHUNK_TOKENS;
-	p->chunk_most = p->longest > p->chunk_tokens ? p->longest : p->chunk_tokens;
 	if (budget_open(&b, target, c, p->compute, e))
 		goto out;
-	p->exchange_rows = exchange_rows(p->chunk_most, b.most.experts, b.most.k, p->ep);
 	p->checkpoint = b.checkpoint;
 	p->used = b.used;
 	p->unused = b.unused;
@@ -703,22 +749,33 @@ static int plan_mesh(struct plan *p, const struct recipe *r, const struct target
 			    e);
 }
 
+/* Whether this build could use a device that this machine has, and that is not hidden from it. */
+static bool cuda_here(void)
+{
+	const char *visible = getenv("CUDA_VISIBLE_DEVICES");
+
+	if (!have_cuda || (visible && (!*visible || !strcmp(visible, "-1"))))
+		return false;
+	return !access("/dev/nvidiactl", F_OK) || !access("/proc/driver/nvidia/gpus", F_OK);
+}
+
+/* Several ranks under nccl mean CUDA, as in the reference, wherever the plan is made. */
 static int plan_device(struct plan *p, const struct recipe *r, const struct layout_options *o,
 		       struct err *e)
 {
-	bool nccl = p->world > 1 && r->backend && !strcmp(r->backend, "nccl");
+	bool nccl = p->world > 1 && r->backend && !strcmp(r->backend, "nccl"),
+	     automatic = !strcmp(o->device, "auto");
+	const char *device = !automatic ? o->device : nccl || cuda_here() ? "cuda" : "cpu";
 
-	if (!strcmp(o->device, "cuda"))
-		return err_refuse(e, "--device cuda is not supported in this version (cpu is)");
-	if (!strcmp(o->device, "auto") && nccl)
-		return err_refuse(e,
-				  "dist_env.backend is nccl and there are %d ranks, which means "
-				  "CUDA, but this version computes on CPUs: give --device cpu, or "
-				  "set dist_env.backend to gloo",
-				  p->world);
-	p->device = mem_strdup("cpu", e);
-	p->compute = o->compute != DT_NONE ? o->compute : DT_F32;
-	return p->device ? 0 : -1;
+	if (automatic && nccl && !have_cuda)
+		log_info("dist_env.backend is nccl and there are %d ranks: planned for CUDA, which "
+			 "this build does not have; --device cpu plans for CPUs",
+			 p->world);
+	p->device = mem_strdup(device, e);
+	if (!p->device)
+		return -1;
+	p->compute = o->compute != DT_NONE ? o->compute : plan_apart(p) ? DT_BF16 : DT_F32;
+	return 0;
 }
 
 static int plan_copy(struct plan *p, const struct recipe *r, const struct tokens *t,

@@ -25,6 +25,15 @@ struct checkpoint;
 #define LAYOUT_WINDOW_STREAMED 16384
 #define LAYOUT_CHUNK_TOKENS 2048
 
+/*
+ * The same for devices with memory of their own, which want more rows at a time; windows are halved
+ * down to LAYOUT_DEVICE_LEAST where the memory asks for it.
+ */
+#define LAYOUT_DEVICE_TOKENS 16384
+#define LAYOUT_DEVICE_STREAMED 65536
+#define LAYOUT_DEVICE_LEAST 2048
+#define LAYOUT_DEVICE_CHUNK 8192
+
 enum balance { BALANCE_TOKENS, BALANCE_SHARDS };
 
 struct layout_options {
@@ -33,7 +42,7 @@ struct layout_options {
 	const char *device;		/* "auto", "cpu", "cuda" */
 	enum dtype compute;		/* DT_NONE = auto */
 	int weights;			/* an enum residency, -1 = auto */
-	uint64_t memory;		/* 0 = no bound */
+	uint64_t memory;		/* of a rank, of its device where that has its own; 0 = no bound */
 	int64_t window_tokens;		/* 0 = default */
 	bool force;			/* warn instead of refusing what does not fit */
 };

@@ -14,6 +14,7 @@
 #include "comm.h"
 #include "err.h"
 #include "loader.h"
+#include "log.h"
 #include "mem.h"
 #include "quant.h"
 
@@ -75,6 +76,7 @@ struct loader {
 	char *wire;         /* of the load before: pages that need not be cleared again */
 	uint64_t wire_bytes;
 	uint64_t read;
+	double making, gathering; /* seconds; under lock */
 	struct err err; /* the first failure; nothing goes on after it */
 };
 
@@ -536,14 +538,18 @@ static void ask_ahead(struct loader *l, const struct load *x)
 
 static int gather(struct loader *l, struct load *x, struct err *e)
 {
+	double start;
 	int rc;
 
 	if (lay_wire(l, x, e) || all_pieces(l, x, READING) || set_state(l, x, GATHERING))
 		return -1;
+	start = log_seconds();
 	pthread_mutex_lock(&l->lock);
 	while (x->state == GATHERING && !l->err.code && !l->ending)
 		pthread_cond_wait(&l->turn, &l->lock);
 	rc = x->state == GATHERED ? 0 : -1;
+	l->gathering += log_seconds() - start;
+	l->making -= log_seconds() - start;
 	pthread_mutex_unlock(&l->lock);
 	return rc;
 }
@@ -601,14 +607,17 @@ static void *loads(void *arg)
 	while (!l->ending && !l->err.code) {
 		struct load *x = under_way(l);
 		struct err e = ERR_INIT;
+		double start;
 
 		if (!x) {
 			pthread_cond_wait(&l->turn, &l->lock);
 			continue;
 		}
 		pthread_mutex_unlock(&l->lock);
+		start = log_seconds();
 		run(l, x, &e);
 		pthread_mutex_lock(&l->lock);
+		l->making += log_seconds() - start;
 		if (e.code && !l->err.code)
 			l->err = e;
 		pthread_cond_broadcast(&l->turn);
@@ -813,6 +822,14 @@ int loader_take(struct loader *l, struct load *load, struct err *e)
 	}
 	load_free(l, load);
 	return 0;
+}
+
+void loader_times(struct loader *l, double *making, double *gathering)
+{
+	pthread_mutex_lock(&l->lock);
+	*making = l->making;
+	*gathering = l->gathering;
+	pthread_mutex_unlock(&l->lock);
 }
 
 uint64_t loader_read(struct loader *l)

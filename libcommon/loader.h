@@ -44,6 +44,9 @@ int loader_poll(struct loader *l, struct err *e);
  */
 uint64_t loader_scale_bytes(uint64_t grids, uint64_t strip, uint64_t bytes, int members);
 
+/* Seconds that units were read and filled, and that they waited for a gather to end. */
+void loader_times(struct loader *l, double *making, double *gathering);
+
 uint64_t loader_read(struct loader *l);		/* bytes from the stage so far */
 
 #endif

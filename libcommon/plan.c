@@ -10,6 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "backend.h"
 #include "err.h"
 #include "file.h"
 #include "json.h"
@@ -56,11 +57,23 @@ void plan_release(struct plan *p)
 	memset(p, 0, sizeof *p);
 }
 
+bool plan_apart(const struct plan *p)
+{
+	return !strcmp(p->device, "cuda");
+}
+
 uint64_t plan_rank_bytes(const struct plan *p)
 {
 	uint64_t window = p->spill ? 0 : p->carry_bytes + p->capture_bytes;
 
+	if (plan_apart(p))
+		window = p->carry_bytes + DEVICE_OWN_BYTES;
 	return p->weight_bytes + p->scratch_bytes + p->exchange_bytes + window;
+}
+
+uint64_t plan_host_bytes(const struct plan *p)
+{
+	return plan_apart(p) ? p->host_weight_bytes + p->capture_bytes : 0;
 }
 
 bool plan_lockstep(const struct plan *p)
@@ -96,13 +109,33 @@ static json_t *cache_json(const struct plan *p)
 
 static json_t *rank_json(const struct plan *p)
 {
-	return json_pack("{s:I, s:I, s:I, s:I, s:I, s:I}", "weights", (json_int_t)p->weight_bytes,
+	json_t *o = json_pack("{s:I, s:I, s:I, s:I, s:I, s:I}", "weights", (json_int_t)p->weight_bytes,
 		"activations",
 		(json_int_t)(p->scratch_bytes + p->carry_bytes + p->exchange_bytes),
 		"scratch", (json_int_t)p->scratch_bytes,
 		"carry", (json_int_t)p->carry_bytes,
 		"exchange", (json_int_t)p->exchange_bytes,
 		"buffers", (json_int_t)p->capture_bytes);
+
+	if (plan_apart(p)) {
+		json_object_set_new(o, "own", json_integer((json_int_t)DEVICE_OWN_BYTES));
+		json_object_set_new(o, "host_weights",
+				    json_integer((json_int_t)p->host_weight_bytes));
+	}
+	return o;
+}
+
+/* Of a device with memory of its own: that, and what lies in host memory beside it. */
+static json_t *apart_json(const struct plan_memory *m)
+{
+	return json_pack("{s:s, s:[i, i], s:I, s:I, s:I, s:I, s:I, s:{s:I, s:I, s:I, s:I}}",
+		"weights", residency_name(m->residency), "ranks", m->first, m->last,
+		"held", (json_int_t)m->held, "working", (json_int_t)m->working,
+		"activations", (json_int_t)m->activations, "own", (json_int_t)m->own,
+		"total", (json_int_t)m->total,
+		"host", "held", (json_int_t)m->host_held, "working", (json_int_t)m->host_working,
+		"buffers", (json_int_t)m->host_buffers, "total",
+		(json_int_t)(m->host_held + m->host_working + m->host_buffers));
 }
 
 static json_t *memory_json(const struct plan *p)
@@ -112,6 +145,10 @@ static json_t *memory_json(const struct plan *p)
 	for (size_t i = 0; i < p->nmemory; i++) {
 		const struct plan_memory *m = &p->memory[i];
 
+		if (plan_apart(p)) {
+			json_array_append_new(a, apart_json(m));
+			continue;
+		}
 		json_array_append_new(a, json_pack("{s:s, s:[i, i], s:I, s:I, s:I, s:I, s:I}",
 			"weights", residency_name(m->residency), "ranks", m->first, m->last,
 			"held", (json_int_t)m->held, "working", (json_int_t)m->working,
@@ -358,6 +395,8 @@ static int read_run(struct plan *p, const json_t *r, struct err *e)
 
 static int read_rank_bytes(struct plan *p, const json_t *b, struct err *e)
 {
+	if (plan_apart(p) && take_bytes(b, "host_weights", &p->host_weight_bytes, e))
+		return -1;
 	return take_bytes(b, "weights", &p->weight_bytes, e) ||
 			       take_bytes(b, "scratch", &p->scratch_bytes, e) ||
 			       take_bytes(b, "carry", &p->carry_bytes, e) ||

@@ -44,11 +44,17 @@ struct plan_tensors {
 	uint64_t bytes;
 };
 
-/* Memory of ranks [first, last] under a residency: `total` of the four before it. */
+/*
+ * Memory of ranks [first, last] under a residency: `total` of the five before it. `own` is what a
+ * device with memory of its own needs for itself, 0 for others; there buffers are 0, and shares of
+ * weights that are gathered (host_held), what is on its way (host_working) and the buffers
+ * (host_buffers) lie in host memory.
+ */
 struct plan_memory {
 	enum residency residency;
 	int first, last;
-	uint64_t held, working, activations, buffers, total;
+	uint64_t held, working, activations, buffers, own, total;
+	uint64_t host_held, host_working, host_buffers;
 };
 
 struct plan_range {
@@ -96,6 +102,7 @@ struct plan {
 	/* Bytes of the cache, and of the memory of one rank. */
 	uint64_t shard_bytes, last_shard_bytes, target_weights_bytes, total_bytes, allocated_bytes;
 	uint64_t weight_bytes, scratch_bytes, carry_bytes, exchange_bytes, capture_bytes;
+	uint64_t host_weight_bytes;	/* in host memory beside a device with memory of its own */
 	/* All, and those that are read; `unused` is a pattern of the others' names or NULL. */
 	struct plan_tensors checkpoint, used;
 	char *unused;
@@ -130,8 +137,13 @@ void plan_release(struct plan *p);
 char *plan_path(const struct plan *p, const char *path, struct err *e);
 char *plan_target(const struct plan *p, struct err *e);		/* the model directory, likewise */
 
-/* Memory of a rank: what is spilled is not counted. */
+/* The plan's device has memory of its own; captured states and shares lie in host memory. */
+bool plan_apart(const struct plan *p);
+
+/* Memory of a rank, of its device where that has its own: what is spilled is not counted. */
 uint64_t plan_rank_bytes(const struct plan *p);
+/* Host memory of a rank beside a device with memory of its own, else 0. */
+uint64_t plan_host_bytes(const struct plan *p);
 
 /* Ranks depend on each other: all have to run, connected, in step. */
 bool plan_lockstep(const struct plan *p);

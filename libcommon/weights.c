@@ -224,6 +224,11 @@ int weights_poll(struct weights *w, struct err *e)
 	return loader_poll(w->loader, e);
 }
 
+void weights_times(const struct weights *w, double *making, double *gathering)
+{
+	loader_times(w->loader, making, gathering);
+}
+
 uint64_t weights_read(const struct weights *w)
 {
 	return w->loader ? loader_read(w->loader) : 0;

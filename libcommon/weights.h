@@ -119,6 +119,9 @@ void weights_done(struct weights *w, enum unit_kind kind, int layer);
 /* Moves a gather on; to be called between chunks. */
 int weights_poll(struct weights *w, struct err *e);
 
+/* As loader_times. */
+void weights_times(const struct weights *w, double *making, double *gathering);
+
 /* Bytes read from the stage so far. */
 uint64_t weights_read(const struct weights *w);
 

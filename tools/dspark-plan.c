@@ -39,7 +39,8 @@ static const char usage[] =
 "      --device DEVICE       auto, cpu or cuda\n"
 "      --compute-dtype TYPE  auto (fp32 on a CPU, bf16 on CUDA), fp32 or bf16\n"
 "      --weights HOW         where each rank takes the weights from\n"
-"      --memory SIZE         memory one rank may use; SIZE is bytes, or K M G T (powers of 1024)\n"
+"      --memory SIZE         memory one rank may use, on CUDA that of its device; SIZE is bytes,\n"
+"                            or K M G T (powers of 1024)\n"
 "      --window-tokens N     tokens between two readings of the weights\n"
 "  -f, --force               warn instead of refusing what fits neither disk nor memory\n"
 "  -h, --help                show this help\n"
@@ -184,23 +185,32 @@ static void say_size(const char *what, uint64_t bytes)
 /* What a rank needs under each residency, the chosen one marked. */
 static void explain_memory(const struct plan *p)
 {
-	log_debug("  %-14s %11s %10s %10s %11s %10s %10s", "weights", "ranks", "held", "working",
-		  "activations", "buffers", "total");
+	bool apart = plan_apart(p);
+
+	log_debug("  %-14s %11s %10s %10s %11s %10s %10s%s", "weights", "ranks", "held", "working",
+		  "activations", apart ? "own" : "buffers", "total",
+		  apart ? ", and in host memory" : "");
 	for (size_t i = 0; i < p->nmemory; i++) {
 		const struct plan_memory *m = &p->memory[i];
-		const uint64_t bytes[] = { m->held, m->working, m->activations, m->buffers,
-					   m->total };
-		struct text t[5] = { TEXT_INIT, TEXT_INIT, TEXT_INIT, TEXT_INIT, TEXT_INIT };
+		const uint64_t bytes[] = { m->held,
+					   m->working,
+					   m->activations,
+					   m->buffers + m->own,
+					   m->total,
+					   m->host_held + m->host_working + m->host_buffers };
+		struct text t[6] = { TEXT_INIT, TEXT_INIT, TEXT_INIT,
+				     TEXT_INIT, TEXT_INIT, TEXT_INIT };
 		char ranks[32];
 
 		snprintf(ranks, sizeof ranks, m->first == m->last ? "%d" : "%d-%d", m->first,
 			 m->last);
-		for (int k = 0; k < 5; k++)
+		for (int k = 0; k < 6; k++)
 			text_bytes(&t[k], (double)bytes[k]);
-		log_debug("%c %-14s %11s %10s %10s %11s %10s %10s",
+		log_debug("%c %-14s %11s %10s %10s %11s %10s %10s%s%s",
 			  m->residency == p->residency ? '*' : ' ', residency_name(m->residency),
-			  ranks, t[0].s, t[1].s, t[2].s, t[3].s, t[4].s);
-		for (int k = 0; k < 5; k++)
+			  ranks, t[0].s, t[1].s, t[2].s, t[3].s, t[4].s, apart ? ", " : "",
+			  apart ? t[5].s : "");
+		for (int k = 0; k < 6; k++)
 			text_release(&t[k]);
 	}
 }
@@ -259,7 +269,10 @@ static void explain(const struct plan *p)
 	say_size("a full shard", p->shard_bytes);
 	if (p->range)
 		say_size("on disk at most", p->allocated_bytes);
-	say_size("memory of a rank", plan_rank_bytes(p));
+	say_size(plan_apart(p) ? "device memory of a rank" : "memory of a rank",
+		 plan_rank_bytes(p));
+	if (plan_apart(p))
+		say_size("host memory of a rank", plan_host_bytes(p));
 	explain_memory(p);
 	explain_smaller(p);
 	explain_unused(p);
