@@ -414,6 +414,9 @@ static void test_experts(void)
 	/* K of down in several blocks, groups of several tiles */
 	one_experts(150, 20, 4200, 2, 0, 2, 0);
 	one_experts(150, 20, 4200, 2, 0, 2, 8);
+	/* results too wide for a workspace to hold all slots of */
+	one_experts(93, 1000, 16, 4, 0, 4, 5);
+	one_experts(93, 1000, 16, 4, 1, 2, 26);
 }
 
 /*

@@ -293,7 +293,7 @@ struct own {
 };
 
 template <typename T>
-__global__ static void __launch_bounds__(TILE_THREADS, 2)
+__global__ static void __launch_bounds__(TILE_THREADS, sizeof(T) == 2 ? 2 : 1)
 	own_product(const __grid_constant__ struct own o)
 {
 	CUDA_SHARED(shared);
@@ -314,7 +314,7 @@ __global__ static void __launch_bounds__(TILE_THREADS, 2)
 	w.k_step = g.across ? g.w_ld : 1;
 	x.whole = o.x_whole;
 	w.whole = o.w_whole;
-	tile_product<T>(acc, shared, x, w, g.k, rows);
+	tile_product<T>(acc, shared, x, w, (int)g.k, rows);
 #pragma unroll
 	for (int r = 0; r < 8; r++)
 #pragma unroll

@@ -21,7 +21,11 @@ extern "C" {
  * Workspace of the compute stream: what a verb may use beyond its arguments, whatever T is. Large
  * enough for one row of the widest product; larger work goes in tiles of rows.
  */
+#ifdef CUDA_EMULATED	/* small, so that tests meet tiles */
+#define CUDA_WORK ((size_t)1 << 20)
+#else
 #define CUDA_WORK ((size_t)128 << 20)
+#endif
 
 /* Bytes that cuda_arguments takes at once. */
 #define CUDA_ARGUMENTS ((size_t)1 << 20)

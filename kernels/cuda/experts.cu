@@ -256,7 +256,7 @@ __device__ static inline void save_sums(const float acc[64], const struct groupe
 
 /* W: struct side<T>, or packed_side. */
 template <typename T, typename W, bool gated>
-__global__ static void __launch_bounds__(TILE_THREADS, 2)
+__global__ static void __launch_bounds__(TILE_THREADS, sizeof(T) == 2 ? 2 : 1)
 	expert_product(const __grid_constant__ struct grouped_product g)
 {
 	CUDA_SHARED(shared);
@@ -267,7 +267,8 @@ __global__ static void __launch_bounds__(TILE_THREADS, 2)
 	if (!find_place(&p, g, gated ? TILE / 2 : TILE))
 		return;
 	rows_of_x<T>(&x, g, p);
-	tile_product<T>(acc, shared, x, rows_of_weight<T, gated>(g, p, (W *)NULL), g.k, p.rows);
+	tile_product<T>(acc, shared, x, rows_of_weight<T, gated>(g, p, (W *)NULL), (int)g.k,
+			p.rows);
 	if (gated)
 		save_gated<T>(acc, g, p);
 	else
@@ -365,7 +366,8 @@ static bool plan_call(struct device *d, struct call *c, struct tensor x, int64_t
 	}
 	tiles = (x.rows + low - 1) / low;
 	c->rows = (x.rows + tiles - 1) / tiles;
-	for (c->panel = cols; lay_out(c, work, c->rows, c->panel, x.cols) > CUDA_WORK;)
+	c->panel = cols;
+	while (lay_out(c, work, c->rows, c->panel, x.cols) > CUDA_WORK)
 		c->panel = (c->panel - 1) / TILE * TILE;
 	return true;
 }

@@ -43,11 +43,11 @@ template <typename T> struct side {
 };
 
 template <typename T>
-__device__ static inline void bring(char *to, const struct side<T> &s, int64_t k0, int64_t k)
+__device__ static inline void bring(char *to, const struct side<T> &s, int k0, int k)
 {
 	constexpr int n = 16 / (int)sizeof(T);
-	int64_t at = k0 + (int)threadIdx.x % 4 * n;
-	int left = k - at >= n ? n : k - at > 0 ? (int)(k - at) : 0;
+	int at = k0 + (int)threadIdx.x % 4 * n;
+	int left = k - at >= n ? n : k - at > 0 ? k - at : 0;
 
 	to += threadIdx.x / 4 * TILE_PITCH + threadIdx.x % 4 * 16;
 #pragma unroll
@@ -59,7 +59,7 @@ __device__ static inline void bring(char *to, const struct side<T> &s, int64_t k
 				   have * (int)sizeof(T));
 			continue;
 		}
-#pragma unroll
+#pragma unroll 1
 		for (int j = 0; j < n; j++)
 			((T *)to)[j] = j < have ? s.row[i][(at + j) * s.k_step] : T(0);
 	}
@@ -78,11 +78,11 @@ struct codes {
 };
 
 template <typename T>
-__device__ static inline void fetch(struct codes *c, const struct packed_side &s, int64_t k0,
-				    int64_t k)
+__device__ static inline void fetch(struct codes *c, const struct packed_side &s, int k0,
+				    int k)
 {
 	constexpr int n = step_numbers<T>() / 2;
-	int64_t at = k0 + (int)threadIdx.x % 2 * n;
+	int at = k0 + (int)threadIdx.x % 2 * n;
 
 	c->scale = 0;
 	c->c[0] = c->c[1] = c->c[2] = c->c[3] = 0;
@@ -94,24 +94,24 @@ __device__ static inline void fetch(struct codes *c, const struct packed_side &s
 
 template <typename T>
 __device__ static inline void put(char *to, const struct codes *c, const struct packed_side &s,
-				  int64_t k0, int64_t k)
+				  int k0, int k)
 {
-	constexpr int n = step_numbers<T>() / 2;
-	float f[n];
+	constexpr int n = step_numbers<T>() / 2, each = 16 / (int)sizeof(T);
+	int at = k0 + (int)threadIdx.x % 2 * n;
 
-	if (s.q.straight) {
-		expand_codes<n>(f, c->c, c->scale, s.q.code);
-	} else {
-#pragma unroll
-		for (int j = 0; j < n; j++) {
-			int64_t at = k0 + (int)threadIdx.x % 2 * n + j;
-
-			f[j] = s.codes && at < k ? packed_number(s.q, s.codes, s.scales, at) : 0;
-		}
-	}
 	to += threadIdx.x / 2 * TILE_PITCH + threadIdx.x % 2 * 32;
-	*(uint4 *)to = pack_operands(f, T());
-	*(uint4 *)(to + 16) = pack_operands(f + n / 2, T());
+	if (s.q.straight) {
+		float f[n];
+
+		expand_codes<n>(f, c->c, c->scale, s.q.code);
+		*(uint4 *)to = pack_operands(f, T());
+		*(uint4 *)(to + 16) = pack_operands(f + each, T());
+		return;
+	}
+#pragma unroll 1
+	for (int j = 0; j < n; j++, at++)
+		save_number(to, sizeof(T) == 2 ? DT_BF16 : DT_F32, j,
+			    s.codes && at < k ? packed_number(s.q, s.codes, s.scales, at) : 0);
 }
 
 /* ---- one step -------------------------------------------------------------------------------- */
@@ -234,27 +234,27 @@ template <typename T> __device__ static inline constexpr int up_of(int i)
 
 template <typename T>
 __device__ static inline void bring_weight(char *to, const struct side<T> &s, struct codes *,
-					   int64_t k0, int64_t k)
+					   int k0, int k)
 {
 	bring<T>(to, s, k0, k);
 }
 
 template <typename T>
 __device__ static inline void bring_weight(char *, const struct packed_side &s, struct codes *c,
-					   int64_t k0, int64_t k)
+					   int k0, int k)
 {
 	fetch<T>(c, s, k0, k);
 }
 
 template <typename T>
 __device__ static inline void put_weight(char *, const struct side<T> &, const struct codes *,
-					 int64_t, int64_t)
+					 int, int)
 {
 }
 
 template <typename T>
 __device__ static inline void put_weight(char *to, const struct packed_side &s,
-					 const struct codes *c, int64_t k0, int64_t k)
+					 const struct codes *c, int k0, int k)
 {
 	put<T>(to, c, s, k0, k);
 }
@@ -262,10 +262,10 @@ __device__ static inline void put_weight(char *to, const struct packed_side &s,
 /* acc = the sums over k of a tile of which the first `rows` rows are there. */
 template <typename T, typename W>
 __device__ static inline void tile_product(float acc[64], char *shared, const struct side<T> &x,
-					   const W &w, int64_t k, int rows)
+					   const W &w, int k, int rows)
 {
 	constexpr int step = step_numbers<T>();
-	int64_t steps = (k + step - 1) / step;
+	int steps = (k + step - 1) / step;
 	int live = (rows + 31 - (int)threadIdx.x / WARP % 2 * 16) / 32;
 	struct codes c;
 
@@ -273,7 +273,7 @@ __device__ static inline void tile_product(float acc[64], char *shared, const st
 	for (int i = 0; i < 64; i++)
 		acc[i] = 0;
 #pragma unroll 1
-	for (int64_t t = 0; t < TILE_STAGES - 1; t++) {
+	for (int t = 0; t < TILE_STAGES - 1; t++) {
 		char *to = shared + t * 2 * TILE_SIDE;
 
 		if (t < steps) {
@@ -284,8 +284,8 @@ __device__ static inline void tile_product(float acc[64], char *shared, const st
 		copy_async_commit();
 	}
 #pragma unroll 1
-	for (int64_t t = 0; t < steps; t++) {
-		int64_t next = t + TILE_STAGES - 1;
+	for (int t = 0; t < steps; t++) {
+		int next = t + TILE_STAGES - 1;
 		char *at = shared + t % TILE_STAGES * 2 * TILE_SIDE,
 		     *to = shared + next % TILE_STAGES * 2 * TILE_SIDE;
 

@@ -16,12 +16,10 @@
 #include "packed.cuh"
 
 #define THREADS 256
-#define ROWS_WORK	((size_t)40 << 20)
-#define WEIGHT_WORK	((size_t)48 << 20)
-#define SUMS_WORK	((size_t)40 << 20)
+#define ROWS_WORK	(CUDA_WORK / 16 * 5)
+#define WEIGHT_WORK	(CUDA_WORK / 16 * 6)
+#define SUMS_WORK	(CUDA_WORK / 16 * 5)
 #define PANEL		128	/* of the weight at least */
-
-static_assert(ROWS_WORK + WEIGHT_WORK + SUMS_WORK <= CUDA_WORK, "the workspace");
 
 /* ---- what stands around a product ------------------------------------------------------------ */
 
@@ -153,7 +151,7 @@ static int64_t panel_of(int64_t rows)
 	return rows < PANEL ? rows : rows / PANEL * PANEL;
 }
 
-/* `halves` weight rows and sums belong to one column of out, `cols` columns in all. */
+/* `halves` sums belong to a column of out, of which there are `cols`. */
 static bool plan_product(struct device *d, struct plan *p, struct tensor x, int64_t cols,
 			 const struct weight *w, bool sums, int halves)
 {
@@ -174,7 +172,7 @@ static bool plan_product(struct device *d, struct plan *p, struct tensor x, int6
 	if (p->rounds)
 		p->rows = least(p->rows, (int64_t)ROWS_WORK / row);
 	if (p->expands)
-		p->panel = panel_of(least(p->panel, (int64_t)WEIGHT_WORK / (row * halves)));
+		p->panel = panel_of(least(p->panel, (int64_t)WEIGHT_WORK / row));
 	if (sums) {
 		p->rows = least(p->rows, (int64_t)SUMS_WORK / (4 * PANEL * halves));
 		if (p->rows)
