@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # How fast is dspark, and beside what? Every ratio is the median of PAIRS rounds in which all contestants take turns.
 #
-#	make bench			all parts, about 40 minutes on two idle cores
+#	make bench			all parts, about 50 minutes on two idle cores
 #	make bench BENCH='fp32 start'	some
 #	make bench BENCH=table		the last results of all parts again; BENCH=markdown for the README
 #	make profile			part `shares`: where the time of the forward goes
