@@ -75,8 +75,8 @@ enum quant_code { CODE_F8_E4M3, CODE_MXFP4, CODE_INT4 };
  * by global row and column).
  *
  *	CODE_F8_E4M3	a byte, F8_E4M3
- *	CODE_MXFP4	half a byte, U8 or I8 [rows, ceil(cols / 2)]: bit 3 the sign, bits 0..2 one of
- *			0, 0.5, 1, 1.5, 2, 3, 4, 6
+ *	CODE_MXFP4	half a byte, U8 or I8 [rows, ceil(cols / 2)]: bit 3 the sign, bits 0..2
+ *			one of 0, 0.5, 1, 1.5, 2, 3, 4, 6
  *	CODE_INT4	half a byte, I32 [rows, ceil(cols / 8)]: the integer code - 8
  *
  * Of two codes in a byte the one in the low half belongs to the even column. A row of codes begins

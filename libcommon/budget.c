@@ -60,7 +60,7 @@ static int count_source(void *ctx, const struct weight_source *src, struct err *
 	w->stored += (uint64_t)src->rows * entry_row_bytes(src->entry);
 	use(w, src->entry, src->rows * w->cols);
 	if (src->scale && src->scale->ndim >= 0) {
-		w->grids += src->scale->end - src->scale->begin;
+		w->grids += (uint64_t)weight_grid_rows(src) * entry_row_bytes(src->scale);
 		w->strip = entry_row_bytes(src->scale);
 		use(w, src->scale, 0);
 	}
@@ -96,8 +96,9 @@ static int visit(struct weight_walk *walk, const struct weight_spec *s, struct e
 				     .layer = s->layer,
 				     .shard = s->shard,
 				     .known = s->data };
-	x->stored = w->stored ? w->stored / (uint64_t)rows
-			      : (uint64_t)s->cols * dtype_size(storage.stored);
+	x->stored = w->stored       ? w->stored / (uint64_t)rows
+		    : storage.quant ? quant_row_bytes(storage.quant, s->cols)
+				    : (uint64_t)s->cols * dtype_size(storage.stored);
 	x->grids = w->grids / (uint64_t)s->count;
 	x->strip = w->strip;
 	return 0;

@@ -188,15 +188,15 @@ static uint64_t scales_at(const struct load *x, const struct part *p)
 	return (data_bytes(x, p) + ALIGN - 1) / ALIGN * ALIGN;
 }
 
-/* The rows of its tensor's grid that a piece needs; blocks count from the tensor's first row. */
+/* The rows of its tensor's grid that a piece needs. */
 static int64_t first_strip(const struct part *p)
 {
-	return p->from / p->source->quant->block_rows;
+	return weight_grid_row(p->source, p->from);
 }
 
 static int64_t strips(const struct part *p)
 {
-	return (p->from + p->rows - 1) / p->source->quant->block_rows - first_strip(p) + 1;
+	return weight_grid_row(p->source, p->from + p->rows - 1) - first_strip(p) + 1;
 }
 
 static uint64_t piece_bytes(const struct load *x, const struct part *p)
@@ -353,7 +353,7 @@ static char *room_for(struct room *r, size_t n, struct err *e)
 static const char *scales_of(const struct load *x, const struct part *p, const char *from,
 			     int64_t i)
 {
-	int64_t strip = (p->from + i) / p->source->quant->block_rows - first_strip(p);
+	int64_t strip = weight_grid_row(p->source, p->from + i) - first_strip(p);
 
 	return from + scales_at(x, p) + (uint64_t)strip * entry_row_bytes(p->source->scale);
 }
@@ -381,9 +381,9 @@ static int fill_packed(struct loader *l, const struct load *x, const struct part
 	}
 	if (!to)
 		return -1;
-	return w->quant ? d->be->weight_fill(d, w, p->index, p->row, p->rows, from,
-					     p->source->entry->dtype, to, e)
-			: d->be->weight_fill(d, w, p->index, p->row, p->rows, to, DT_F32, NULL, e);
+	if (w->quant)
+		return d->be->weight_fill(d, w, p->index, p->row, p->rows, from, w->stored, to, e);
+	return d->be->weight_fill(d, w, p->index, p->row, p->rows, to, DT_F32, NULL, e);
 }
 
 static int fill(struct loader *l, struct load *x, const struct part *p, const char *from,

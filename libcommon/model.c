@@ -15,6 +15,7 @@
 #include "json.h"
 #include "mem.h"
 #include "model.h"
+#include "quant.h"
 #include "text.h"
 
 static const struct model *find_model(const char *type)
@@ -201,17 +202,32 @@ static bool has_shape(const struct entry *t, const int64_t *want, int n, int64_t
 	return rest == cols;
 }
 
-/* A part is [rows, cols]; a fused tensor [count, rows, cols] or [count * rows, cols]. */
+/* [count, in, out], as some frameworks keep experts. */
+static bool is_transposed(const struct entry *t, const int64_t want[3])
+{
+	return t->ndim == 3 && t->shape[0] == want[0] && t->shape[1] == want[2] &&
+	       t->shape[2] == want[1];
+}
+
+/*
+ * A part is [rows, cols]; a fused tensor [count, rows, cols] or [count * rows, cols]. Of codes that
+ * lie several in an element, `cols` are elements.
+ */
 static int check_shape(const struct resolver *r, const struct entry *t, bool fused, int64_t rows,
-		       struct err *e)
+		       int64_t cols, struct err *e)
 {
 	const struct weight_spec *s = r->spec;
-	int64_t flat[2] = { fused ? s->count * rows : rows, s->cols },
-		stack[3] = { s->count, rows, s->cols };
+	int64_t flat[2] = { fused ? s->count * rows : rows, cols },
+		stack[3] = { s->count, rows, cols };
 
-	if (t->ndim < 0 || has_shape(t, flat, 1, s->cols, s->vector) ||
-	    (fused && has_shape(t, stack, 2, s->cols, s->vector)))
+	if (t->ndim < 0 || has_shape(t, flat, 1, cols, s->vector) ||
+	    (fused && has_shape(t, stack, 2, cols, s->vector)))
 		return 0;
+	if (fused && is_transposed(t, stack))
+		return err_refuse(e,
+				  "tensor '%s' of '%s' is transposed: its experts are [in, out], "
+				  "and this version reads them as [out, in] only",
+				  t->name, r->catalogue->path);
 	if (fused && s->count > 1)
 		return wrong_shape(r, t, stack, s->vector ? 2 : 3, e);
 	return wrong_shape(r, t, flat, s->vector ? 1 : 2, e);
@@ -236,111 +252,198 @@ static void take_layout(const struct resolver *r, const struct layout *l)
 						NULL };
 }
 
+/* ---- packed tensors -------------------------------------------------------------------------- */
+
+#define PACKED_NAME (WEIGHT_NAME + 48)
+
+/* "X.weight" with another end; of a fused tensor's name X and what the end has after ".weight". */
+static const char *packed_name(char out[PACKED_NAME], const char *name, const char *suffix)
+{
+	size_t n = strlen(name), end = strlen(".weight");
+
+	if (n >= end && !strcmp(name + n - end, ".weight"))
+		n -= end;
+	else if (!strncmp(suffix, ".weight", end))
+		suffix += end;
+	snprintf(out, PACKED_NAME, "%.*s%s", (int)n, name, suffix);
+	return out;
+}
+
+static const struct entry *beside(const struct resolver *r, const char *name, const char *suffix)
+{
+	char other[PACKED_NAME];
+
+	return r->catalogue->find(r->catalogue, packed_name(other, name, suffix));
+}
+
 static bool is_packed(enum dtype d)
 {
 	return d == DT_F8_E4M3 || d == DT_F8_E5M2 || d == DT_I8 || d == DT_U8;
 }
 
-/* "X.weight" with another end; false where a name has no such end. */
-static bool scale_name(char out[WEIGHT_NAME + 32], const char *name, const struct quant *q)
+/* Of a part, or of each matrix of a fused tensor. */
+static int64_t grid_rows(const struct quant *q, int64_t rows)
 {
-	size_t n = strlen(name), end = strlen(".weight");
-
-	if (n < end || strcmp(name + n - end, ".weight"))
-		return false;
-	snprintf(out, WEIGHT_NAME + 32, "%.*s%s", (int)(n - end), name, q->scale_suffix);
-	return true;
+	return (rows + q->block_rows - 1) / q->block_rows;
 }
 
-static int check_grid(const struct resolver *r, const struct entry *t, int64_t rows,
-		      const struct layout *l, struct err *e)
+/*
+ * Gate and up of a fused tensor that are less than a block high: each has one of its own
+ * (transformers keeps two rows of scales then).
+ */
+static bool in_halves(const struct resolver *r, const struct quant *q, bool fused, int64_t rows)
 {
-	const struct quant *q = l->quant;
-	int64_t want[] = { (rows + q->block_rows - 1) / q->block_rows,
-			   (r->spec->cols + q->block_cols - 1) / q->block_cols };
-	struct text have = TEXT_INIT, need = TEXT_INIT;
+	return fused && r->spec->use == USE_GATED && rows / 2 <= q->block_rows;
+}
 
-	if (l->scale->ndim < 0 || (l->scale->ndim == 2 && l->scale->shape[0] == want[0] &&
-				   l->scale->shape[1] == want[1]))
-		return 0;
-	shape_text(&have, l->scale->shape, l->scale->ndim);
-	shape_text(&need, want, 2);
+static bool fits_grid(const struct resolver *r, const struct entry *scale, const struct quant *q,
+		      bool fused, int64_t rows)
+{
+	int64_t high = in_halves(r, q, fused, rows) ? 2 : grid_rows(q, rows),
+		wide = quant_blocks(q, r->spec->cols), stack[] = { r->spec->count, high };
+
+	if (scale->ndim < 0 || (!fused && scale->ndim != 2))
+		return scale->ndim < 0;
+	return (fused && has_shape(scale, stack, 2, wide, false)) ||
+	       ((!fused || r->spec->count == 1) && has_shape(scale, &high, 1, wide, false));
+}
+
+static int wrong_grid(const struct resolver *r, const struct entry *t, const struct entry *scale,
+		      const struct quant *q, bool fused, int64_t rows, struct err *e)
+{
+	int64_t want[] = { r->spec->count,
+			   in_halves(r, q, fused, rows) ? 2 : grid_rows(q, rows),
+			   quant_blocks(q, r->spec->cols) };
+	struct text have = TEXT_INIT, need = TEXT_INIT;
+	bool all = q->block_cols == QUANT_ALL_COLS;
+
+	shape_text(&have, scale->shape, scale->ndim);
+	shape_text(&need, want + !fused, fused ? 3 : 2);
 	err_refuse(e,
-		   "scales '%s' of '%s' have shape %s, but blocks of %d x %d, as config.json says, "
-		   "give '%s' a grid of %s",
-		   l->scale->name, r->catalogue->path, have.s ? have.s : "?", q->block_rows,
-		   q->block_cols, t->name, need.s ? need.s : "?");
+		   "scales '%s' of '%s' have shape %s, but blocks of %d x %lld, as config.json "
+		   "says, give '%s' a grid of %s",
+		   scale->name, r->catalogue->path, have.s ? have.s : "?", q->block_rows,
+		   (long long)(all ? r->spec->cols : q->block_cols), t->name,
+		   need.s ? need.s : "?");
 	text_release(&have);
 	text_release(&need);
 	return -1;
 }
 
-/*
- * The layout among the spec's whose scales stand beside tensor `t`: of a tensor that an estimate
- * knows by name alone, their presence makes it packed.
- */
-static int find_scales(const struct resolver *r, const struct entry *t, struct layout *l,
-		       struct err *e)
+/* Two layouts whose grids of this tensor look alike and cut its columns elsewhere. */
+static bool differ(const struct quant *a, const struct quant *b, int64_t cols)
 {
-	const struct quant *const *q = r->spec->quants;
-	const struct entry *other = NULL;
-	char name[WEIGHT_NAME + 32];
+	return a->block_cols != b->block_cols && quant_blocks(a, cols) > 1;
+}
 
-	for (; q && *q && !l->scale; q++) {
+/*
+ * The layout among the spec's in which the codes `t` of the weight `name` are stored, whose scales
+ * stand beside them; `apart`: codes have a name of their own. Of a tensor that an estimate knows by
+ * name alone, the presence of scales makes it packed.
+ */
+static int find_layout(const struct resolver *r, const struct entry *t, const char *name,
+		       bool apart, bool fused, int64_t rows, struct layout *l, struct err *e)
+{
+	const struct quant *const *q = r->spec->quants, *close = NULL;
+	const struct entry *scale = NULL;
+
+	for (; q && *q; q++) {
 		const struct entry *s;
 
-		if (!scale_name(name, t->name, *q) ||
-		    !(s = r->catalogue->find(r->catalogue, name)))
+		if (!(*q)->codes_suffix == apart || !(s = beside(r, name, (*q)->scale_suffix)))
 			continue;
-		other = s;
-		if (s->ndim < 0 || s->dtype == (*q)->scale)
-			*l = (struct layout){ DT_F8_E4M3, *q, s };
+		scale = s;
+		if ((s->ndim >= 0 && s->dtype != (*q)->scale) ||
+		    (t->ndim >= 0 && !quant_stores(*q, t->dtype)))
+			continue;
+		close = *q;
+		if (!fits_grid(r, s, *q, fused, rows))
+			continue;
+		if (!l->quant)
+			*l = (struct layout){ quant_stored(*q), *q, s };
+		else if (t->ndim >= 0 && differ(l->quant, *q, r->spec->cols))
+			return err_refuse(e,
+					  "scales '%s' of '%s' may belong to groups of %d or of %d "
+					  "columns, both in config.json: which is not supported",
+					  s->name, r->catalogue->path, l->quant->block_cols,
+					  (*q)->block_cols);
 	}
-	if (other && !l->scale)
-		return err_refuse(e, "scales '%s' of '%s' are stored as %s, which cannot be scales",
-				  other->name, r->catalogue->path, dtype_name(other->dtype));
+	if (l->quant || !scale)
+		return 0;
+	if (close)
+		return wrong_grid(r, t, scale, close, fused, rows, e);
+	if (is_packed(t->dtype) || apart)
+		return err_refuse(e,
+				  "tensor '%s' of '%s' is stored as %s and its scales '%s' as %s, "
+				  "which is none of the layouts that config.json names",
+				  t->name, r->catalogue->path, dtype_name(t->dtype), scale->name,
+				  dtype_name(scale->dtype));
+	return err_refuse(e,
+			  "tensor '%s' of '%s' is stored as %s, but has scales '%s' as if it were "
+			  "packed",
+			  t->name, r->catalogue->path, dtype_name(t->dtype), scale->name);
+}
+
+/* What would change the numbers beside the scales. */
+static int refuse_more(const struct resolver *r, const char *name, struct err *e)
+{
+	static const char *const suffix[] = { ".weight_zero_point", ".weight_g_idx",
+					      ".weight_global_scale" };
+
+	for (size_t i = 0; i < sizeof suffix / sizeof *suffix; i++) {
+		const struct entry *t = beside(r, name, suffix[i]);
+
+		if (t)
+			return err_refuse(e,
+					  "tensor '%s' of '%s' stands beside packed codes: zero "
+					  "points, orders of columns and scales of scales are not "
+					  "supported",
+					  t->name, r->catalogue->path);
+	}
 	return 0;
 }
 
-static int refuse_packed(const struct resolver *r, const struct entry *t, bool fused,
+static int refuse_packed(const struct resolver *r, const struct entry *t, const char *name,
 			 struct err *e)
 {
 	const struct quant *const *q = r->spec->quants;
-	char name[WEIGHT_NAME + 32];
-	const char *why = fused ? "packed experts have to be one tensor each" :
-		       !q || !*q
-			       ? "config.json does not say how (quantization_config), or this "
-				 "version has it plain only"
-			       : "only F8_E4M3 with scales is read";
+	char scale[PACKED_NAME];
 
-	if (!fused && q && *q && t->dtype == DT_F8_E4M3 && scale_name(name, t->name, *q))
-		return err_refuse(e,
-				  "tensor '%s' of '%s' is stored as %s, but its scales '%s' are "
-				  "missing",
-				  t->name, r->catalogue->path, dtype_name(t->dtype), name);
-	return err_refuse(e, "tensor '%s' of '%s' is stored as %s, packed (quantised): %s; "
-			  "use the BF16 checkpoint",
-			  t->name, r->catalogue->path, dtype_name(t->dtype), why);
+	for (; q && *q; q++)
+		if (quant_stores(*q, t->dtype) && !beside(r, name, (*q)->scale_suffix))
+			return err_refuse(
+				e,
+				"tensor '%s' of '%s' is stored as %s, but its scales '%s' are "
+				"missing",
+				t->name, r->catalogue->path, dtype_name(t->dtype),
+				packed_name(scale, name, (*q)->scale_suffix));
+	return err_refuse(e,
+			  "tensor '%s' of '%s' is stored as %s, packed (quantised): config.json "
+			  "does not say how (quantization_config), or this version has it plain "
+			  "only; use the BF16 checkpoint",
+			  t->name, r->catalogue->path, dtype_name(t->dtype));
 }
 
-/* `rows` that the tensor has by itself. */
-static int check_dtype(struct resolver *r, const struct entry *t, bool fused, int64_t rows,
-		       struct layout *l, struct err *e)
+/*
+ * Tensor `t` of the weight `name`: its layout, its shape, its place in the weight's storage. `rows`
+ * that it has by itself; `apart` as in find_layout.
+ */
+static int check_tensor(struct resolver *r, const struct entry *t, const char *name, bool apart,
+			bool fused, int64_t rows, struct layout *l, struct err *e)
 {
 	bool raw = r->spec->kind == WEIGHT_RAW, known = t->ndim >= 0;
+	int64_t cols = r->spec->cols;
 
 	*l = (struct layout){ known ? t->dtype : DT_NONE, NULL, NULL };
-	if (!fused && find_scales(r, t, l, e))
+	if (find_layout(r, t, name, apart, fused, rows, l, e))
 		return -1;
-	if (l->scale && known && t->dtype != DT_F8_E4M3)
-		return err_refuse(e,
-				  "tensor '%s' of '%s' is stored as %s, but has scales '%s' as if "
-				  "it were packed in F8_E4M3",
-				  t->name, r->catalogue->path, dtype_name(t->dtype),
-				  l->scale->name);
-	if (l->scale) {
-		if (check_grid(r, t, rows, l, e))
-			return -1;
+	if (!l->quant && (apart || (known && is_packed(t->dtype))))
+		return refuse_packed(r, t, name, e);
+	if (l->quant && refuse_more(r, name, e))
+		return -1;
+	if (check_shape(r, t, fused, rows, l->quant ? quant_row_elements(l->quant, cols) : cols, e))
+		return -1;
+	if (l->quant) {
 		take_layout(r, l);
 		return 0;
 	}
@@ -351,39 +454,54 @@ static int check_dtype(struct resolver *r, const struct entry *t, bool fused, in
 		take_layout(r, l);
 		return 0;
 	}
-	if (is_packed(t->dtype))
-		return refuse_packed(r, t, fused, e);
 	return err_refuse(e, "tensor '%s' of '%s' is stored as %s, which cannot be a %s weight",
 			  t->name, r->catalogue->path, dtype_name(t->dtype),
 			  raw ? "integer" : "floating-point");
 }
 
-static int give(const struct resolver *r, const struct entry *t, const struct layout *l,
-		int64_t index, int64_t row0, int64_t rows, int64_t from, struct err *e)
+int64_t weight_grid_row(const struct weight_source *s, int64_t row)
 {
-	struct weight_source src = { .entry = t,
-				     .scale = l->scale,
-				     .quant = l->quant,
-				     .index = index,
-				     .row0 = row0,
-				     .rows = rows,
-				     .from = from };
-
-	return r->each ? r->each(r->ctx, &src, e) : 0;
+	return s->grid0 + (row - s->block0) / s->quant->block_rows;
 }
 
+int64_t weight_grid_rows(const struct weight_source *s)
+{
+	return weight_grid_row(s, s->from + s->rows - 1) - weight_grid_row(s, s->from) + 1;
+}
+
+/* A name of the weight under which it stands plain, or packed under the name of its codes. */
+static const struct entry *find_either(const struct resolver *r, const char *name, bool *apart,
+				       struct err *e)
+{
+	const struct quant *const *q = r->spec->quants;
+	const struct entry *t = r->catalogue->find(r->catalogue, name), *codes = NULL;
+
+	for (; q && *q && !codes; q++)
+		if ((*q)->codes_suffix)
+			codes = beside(r, name, (*q)->codes_suffix);
+	*apart = codes;
+	if (t && codes)
+		err_refuse(e, "tensors '%s' and '%s' of '%s' are the same weight, plain and packed",
+			   t->name, codes->name, r->catalogue->path);
+	return codes ? codes : t;
+}
+
+/* NULL with `e` set, or where there is none; `name` is the weight's. */
 static const struct entry *find_part(const struct resolver *r, const struct weight_part *p,
-				     int64_t index, char name[])
+				     int64_t index, char name[], bool *apart, struct err *e)
 {
 	const struct entry *t;
 	char alt[WEIGHT_NAME + 16];
 
 	expand(name, p->name, index);
-	t = r->catalogue->find(r->catalogue, name);
+	t = find_either(r, name, apart, e);
 	if (t || !p->alt[0])
 		return t;
 	expand(alt, p->alt, index);
-	return r->catalogue->find(r->catalogue, alt);
+	t = find_either(r, alt, apart, e);
+	if (t)
+		memcpy(name, alt, sizeof alt);
+	return t;
 }
 
 static int64_t held(const struct weight_spec *s)
@@ -391,8 +509,17 @@ static int64_t held(const struct weight_spec *s)
 	return s->held ? s->held : s->count;
 }
 
+/* Codes that nothing in config.json explains may stand there. */
 static int missing(const struct resolver *r, const char *name, struct err *e)
 {
+	static const char *const suffix[] = { ".weight_packed", ".qweight" };
+
+	for (size_t i = 0; i < sizeof suffix / sizeof *suffix; i++) {
+		const struct entry *t = beside(r, name, suffix[i]);
+
+		if (t)
+			return refuse_packed(r, t, name, e);
+	}
 	return err_refuse(e, "tensor '%s' is missing from '%s'", name, r->catalogue->path);
 }
 
@@ -400,9 +527,13 @@ static int resolve_part(struct resolver *r, const struct weight_part *p, int64_t
 			int64_t row0, struct err *e)
 {
 	char name[WEIGHT_NAME + 16];
-	const struct entry *t = find_part(r, p, r->spec->first + index, name);
+	bool apart;
+	const struct entry *t = find_part(r, p, r->spec->first + index, name, &apart, e);
+	struct weight_source src = { .entry = t, .index = index, .row0 = row0, .rows = p->rows };
 	struct layout l;
 
+	if (e->code)
+		return -1;
 	if (!t) {
 		r->absent++;
 		if (r->catalogue->partial || (r->spec->optional && !r->found))
@@ -415,9 +546,53 @@ static int resolve_part(struct resolver *r, const struct weight_part *p, int64_t
 			"tensor '%s' of '%s' stands alone: others of the same weight are missing",
 			name, r->catalogue->path);
 	r->found++;
-	if (check_shape(r, t, false, p->rows, e) || check_dtype(r, t, false, p->rows, &l, e))
+	if (check_tensor(r, t, name, apart, false, p->rows, &l, e))
 		return -1;
-	return give(r, t, &l, index, row0, p->rows, 0, e);
+	src.scale = l.scale;
+	src.quant = l.quant;
+	return r->each ? r->each(r->ctx, &src, e) : 0;
+}
+
+/* Blocks begin anew with each matrix; where gate and up have a row of the grid each, with both. */
+static int give_fused(const struct resolver *r, const struct entry *t, const struct layout *l,
+		      int64_t i, struct err *e)
+{
+	const struct weight_spec *s = r->spec;
+	bool halves = l->quant && in_halves(r, l->quant, true, s->rows);
+	int64_t first = s->first + i, each = halves ? s->rows / 2 : s->rows;
+	struct weight_source src = { .entry = t,
+				     .scale = l->scale,
+				     .quant = l->quant,
+				     .index = i,
+				     .rows = each,
+				     .from = first * s->rows };
+
+	src.block0 = src.from;
+	src.grid0 = !l->quant ? 0 : first * (halves ? 2 : grid_rows(l->quant, s->rows));
+	for (; src.row0 < s->rows; src.row0 += each, src.from += each) {
+		if (r->each && r->each(r->ctx, &src, e))
+			return -1;
+		src.block0 += halves ? each : 0;
+		src.grid0 += halves;
+	}
+	return 0;
+}
+
+/* One block of scales that belongs to gate and to up is meant by nobody. */
+static int refuse_across(const struct resolver *r, const struct entry *t, const struct layout *l,
+			 struct err *e)
+{
+	const struct weight_spec *s = r->spec;
+
+	if (!l->quant || s->use != USE_GATED || in_halves(r, l->quant, true, s->rows) ||
+	    s->rows / 2 % l->quant->block_rows == 0)
+		return 0;
+	return err_refuse(e,
+			  "scales '%s' of '%s': blocks of %d rows do not end where gate ends in "
+			  "'%s' (%lld rows): packed experts of such sizes have to be one tensor "
+			  "each",
+			  l->scale->name, r->catalogue->path, l->quant->block_rows, t->name,
+			  (long long)(s->rows / 2));
 }
 
 static int resolve_fused(struct resolver *r, const struct entry *t, struct err *e)
@@ -425,10 +600,11 @@ static int resolve_fused(struct resolver *r, const struct entry *t, struct err *
 	const struct weight_spec *s = r->spec;
 	struct layout l;
 
-	if (check_shape(r, t, true, s->rows, e) || check_dtype(r, t, true, s->rows, &l, e))
+	if (check_tensor(r, t, s->fused, false, true, s->rows, &l, e) ||
+	    refuse_across(r, t, &l, e))
 		return -1;
 	for (int64_t i = 0; i < held(s); i++)
-		if (give(r, t, &l, i, 0, s->rows, (s->first + i) * s->rows, e))
+		if (give_fused(r, t, &l, i, e))
 			return -1;
 	return 0;
 }
@@ -454,7 +630,7 @@ static int resolve_parts(struct resolver *r, struct err *e)
 static struct weight_storage usual_storage(const struct weight_spec *s)
 {
 	if (s->quants && s->quants[0])
-		return (struct weight_storage){ DT_F8_E4M3, s->quants[0] };
+		return (struct weight_storage){ quant_stored(s->quants[0]), s->quants[0] };
 	return (struct weight_storage){ s->kind == WEIGHT_RAW     ? DT_I64
 					: s->kind == WEIGHT_FP32 ? DT_F32
 								 : DT_BF16,

@@ -104,16 +104,25 @@ void weight_part_add(struct weight_spec *s, int64_t rows, const char *fmt, ...)
 struct weight_source {
 	const struct entry *entry;
 	/*
-	 * of packed codes, whole: the grid of this tensor [ceil(its rows / block_rows), ceil(cols /
-	 * block_cols)]; NULL = plain
+	 * of packed codes: the grid of this tensor [ceil(its rows / block_rows), ceil(cols /
+	 * block_cols)], of fused ones [count, rows, cols] one for each matrix; NULL = plain
 	 */
 	const struct entry *scale;
 	const struct quant *quant;	/* layout of this tensor, NULL = plain */
+	/*
+	 * rows of the entry from block0 on have the rows of the grid from grid0 on: fused tensors
+	 * have a grid for each matrix
+	 */
+	int64_t block0, grid0;
 	int64_t index;			/* expert, counted from spec.first (0 for count = 1) */
 	int64_t row0, rows;		/* of the weight */
 	/* first row in the entry, counting an expert-stacked entry as [count*rows, cols] */
 	int64_t from;
 };
+
+/* Row of its grid that row `row` of the source's entry needs, and rows of it that all need. */
+int64_t weight_grid_row(const struct weight_source *s, int64_t row);
+int64_t weight_grid_rows(const struct weight_source *s);
 
 /*
  * How a weight is kept. Parts that are stored in different layouts are expanded while they are
@@ -128,8 +137,9 @@ struct weight_storage {
  * Finds every tensor of a spec, checks names, shapes and dtypes, and calls `each` (may be NULL) for
  * every source in order (index, then row0). Refuses a missing tensor, a wrong shape, a dtype that
  * is not its kind's, an optional weight of which only parts exist, and packed storage outside
- * `quants`: codes without scales, scales without codes, and a grid that is not what the blocks
- * give. Whether a tensor is packed is told by its scales standing beside it.
+ * `quants`: codes without scales, scales without codes, a grid that is not what the blocks give,
+ * zero points and orders of columns. Whether and how a tensor is packed is told by the names, the
+ * dtypes and the shapes of its codes and of the scales beside them.
  */
 int weight_resolve(const struct weight_spec *s, const struct catalogue *c,
 		   struct weight_storage *out,

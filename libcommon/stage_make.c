@@ -38,7 +38,7 @@ struct use {
 	uint32_t rule, entry;
 	int64_t at, rows;		/* rows [at, at + rows) of the weight's stack */
 	int64_t from;			/* first of them in the entry */
-	int64_t whole;	/* not 0: any of them needs that many rows of the entry, all it has */
+	int64_t whole;	/* not 0: any of them needs that many rows of the entry, from `from` on */
 };
 
 struct maker {
@@ -96,7 +96,7 @@ static int put_use(struct maker *m, const struct entry *t, int64_t at, int64_t r
 
 /*
  * Scales of single rows are cut with them; a grid whose scales cover several rows goes whole with
- * any row of its tensor.
+ * any row of its tensor, or of its matrix of a fused one.
  */
 static int add_use(void *ctx, const struct weight_source *src, struct err *e)
 {
@@ -107,11 +107,10 @@ static int add_use(void *ctx, const struct weight_source *src, struct err *e)
 		return -1;
 	if (!src->scale)
 		return 0;
-	if (src->quant->block_rows == 1)
-		return put_use(m, src->scale, at, src->rows, src->from, e);
-	if (put_use(m, src->scale, at, src->rows, 0, e))
+	if (put_use(m, src->scale, at, src->rows, weight_grid_row(src, src->from), e))
 		return -1;
-	m->use[m->nuses - 1].whole = entry_rows(src->scale);
+	if (src->quant->block_rows > 1)
+		m->use[m->nuses - 1].whole = weight_grid_rows(src);
 	return 0;
 }
 
@@ -198,7 +197,7 @@ static int take_use(struct maker *m, struct stage_index *x, const struct use *u,
 		high = u->at + u->rows < end ? u->at + u->rows : end;
 
 	if (low < high && u->whole)
-		return hold(m, x, u->entry, 0, u->whole, e);
+		return hold(m, x, u->entry, u->from, u->whole, e);
 	if (low < high)
 		return hold(m, x, u->entry, u->from + low - u->at, high - low, e);
 	return meets(u, all) ? hold(m, x, u->entry, 0, 0, e) : 0;

@@ -24,7 +24,25 @@ static const struct quant layouts[] = {
 	{ CODE_F8_E4M3, 48, 5, DT_F32, NULL, ".scale", false },
 	{ CODE_F8_E4M3, 7, 1, DT_BF16, NULL, ".scale", false },
 	{ CODE_F8_E4M3, 128, 10000, DT_F32, NULL, ".scale", false },
+	{ CODE_MXFP4, 1, 32, DT_U8, ".weight_packed", ".weight_scale", false },
+	{ CODE_MXFP4, 1, 32, DT_F8_E8M0, NULL, ".scale", true },
+	{ CODE_MXFP4, 48, 5, DT_F32, NULL, ".scale", false },
+	{ CODE_INT4, 1, 32, DT_BF16, ".weight_packed", ".weight_scale", false },
+	{ CODE_INT4, 1, 128, DT_F32, ".weight_packed", ".weight_scale", false },
+	{ CODE_INT4, 1, QUANT_ALL_COLS, DT_F16, ".weight_packed", ".weight_scale", false },
+	{ CODE_INT4, 7, 11, DT_BF16, NULL, ".scale", false },
 };
+
+static const char *const codes[] = { "F8_E4M3", "MXFP4", "INT4" };
+
+static const char *blocks(const struct quant *q)
+{
+	static char s[80];
+
+	snprintf(s, sizeof s, "%s in blocks of %d x %d %s", codes[q->code], q->block_rows,
+		 q->block_cols, dtype_name(q->scale));
+	return s;
+}
 
 static const char *label(const char *fmt, ...)
 {
@@ -53,7 +71,7 @@ static int64_t draw(int64_t n)
 
 /* ---- code points ----------------------------------------------------------------------------- */
 
-/* By the definition of the format, in another way than the code does it. */
+/* By the definition of each format, in another way than the code does it. */
 static double e4m3(int c)
 {
 	int exponent = c >> 3 & 15, mantissa = c & 7;
@@ -62,6 +80,72 @@ static double e4m3(int c)
 	if (exponent == 15 && mantissa == 7)
 		return NAN;
 	return c & 128 ? -x : x;
+}
+
+static double e2m1(int c)
+{
+	int exponent = c >> 1 & 3, mantissa = c & 1;
+	double x = exponent ? ldexp(2 + mantissa, exponent - 2) : ldexp(mantissa, -1);
+
+	return c & 8 ? -x : x;
+}
+
+static double code_point(const struct quant *q, int c)
+{
+	return q->code == CODE_F8_E4M3 ? e4m3(c) : q->code == CODE_MXFP4 ? e2m1(c) : c - 8;
+}
+
+static double half(int h)
+{
+	int exponent = h >> 10 & 31, mantissa = h & 1023;
+	double x = exponent ? ldexp(1024 + mantissa, exponent - 25) : ldexp(mantissa, -24);
+
+	if (exponent == 31)
+		x = mantissa ? NAN : INFINITY;
+	return h & 0x8000 ? -x : x;
+}
+
+static double scale_point(const struct quant *q, const void *p)
+{
+	const unsigned char *b = p;
+	float f;
+
+	switch (q->scale) {
+	case DT_F16:
+		return half(b[1] << 8 | b[0]);
+	case DT_U8:
+	case DT_F8_E8M0:
+		if (!*b && q->zero_scale_is_zero)
+			return 0;
+		return *b == 255 ? NAN : ldexp(1, *b - 127);
+	case DT_BF16:
+		f = dtype_bf16_to_f32((uint16_t)(b[1] << 8 | b[0]));
+		return f;
+	default:
+		memcpy(&f, p, sizeof f);
+		return f;
+	}
+}
+
+static int code_points(const struct quant *q)
+{
+	return q->code == CODE_F8_E4M3 ? 256 : 16;
+}
+
+/* Code c of column i, in a row of zeros: as a checkpoint has it. */
+static void put_code(const struct quant *q, void *row, int64_t i, unsigned c)
+{
+	uint32_t word;
+
+	if (q->code == CODE_F8_E4M3) {
+		((uint8_t *)row)[i] = (uint8_t)c;
+	} else if (q->code == CODE_MXFP4) {
+		((uint8_t *)row)[i / 2] |= (uint8_t)(i % 2 ? c << 4 : c);
+	} else {
+		memcpy(&word, (char *)row + i / 8 * 4, sizeof word);
+		word |= c << 4 * (i % 8);
+		memcpy((char *)row + i / 8 * 4, &word, sizeof word);
+	}
 }
 
 static bool same_number(double a, double b)
@@ -77,6 +161,7 @@ static void test_tables(void)
 	} known[] = { { 0x00, 0 },    { 0x01, 0.001953125f }, { 0x07, 0.013671875f },
 		      { 0x08, 0.015625f }, { 0x38, 1 },       { 0x3c, 1.5f },
 		      { 0x7e, 448 },  { 0xb8, -1 },           { 0xfe, -448 } };
+	static const float fp4[] = { 0, 0.5f, 1, 1.5f, 2, 3, 4, 6 };
 	struct quant q = layouts[3];
 	int wrong = 0;
 
@@ -86,6 +171,9 @@ static void test_tables(void)
 	for (int i = 0; i < COUNT(known); i++)
 		wrong += dtype_f8_e4m3_to_f32((uint8_t)known[i].code) != known[i].value;
 	is_int(wrong, 0, "known codes of F8_E4M3");
+	for (int c = 0; c < 8; c++)
+		wrong += e2m1(c) != (double)fp4[c] || e2m1(c | 8) != (double)-fp4[c];
+	is_int(wrong, 0, "known codes of MXFP4");
 	for (int c = 0; c < 256; c++)
 		wrong += !same_number(dtype_f8_e8m0_to_f32((uint8_t)c),
 				      c == 255 ? NAN : ldexp(1, c - 127));
@@ -96,13 +184,83 @@ static void test_tables(void)
 	ok(quant_scale(&q, "\0\1", 0) == ldexpf(1, -127), "a scale byte 0 that means 2^-127");
 }
 
+/* Scale point i: all of a dtype, of F32 every 65,537th. */
+static void put_scale(const struct quant *q, void *p, uint32_t i)
+{
+	uint32_t word = q->scale == DT_F32 ? i << 16 | i : i;
+
+	memcpy(p, &word, dtype_size(q->scale));
+}
+
+/* Every code point times every scale point, in rows of one block each, and in both nibbles. */
+static void test_points(const struct quant *layout)
+{
+	struct quant q = *layout;
+	int n = 2 * code_points(&q) - 1;
+	uint32_t points = dtype_size(q.scale) == 1 ? 256 : 65536;
+	unsigned char row[512] = { 0 }, scale[4];
+	uint8_t each[512];
+	float got[512];
+	int64_t wrong = 0;
+
+	q.block_cols = n;
+	for (int i = 0; i < n; i++)
+		put_code(&q, row, i, (unsigned)(i % code_points(&q)));
+	quant_codes(each, &q, row, n);
+	for (int i = 0; i < n; i++)
+		wrong += each[i] != i % code_points(&q) ||
+			 !same_number(quant_code(&q, each[i]), code_point(&q, each[i]));
+	for (uint32_t p = 0; p < points; p++) {
+		put_scale(&q, scale, p);
+		quant_values(got, &q, row, scale, n);
+		for (int i = 0; i < n; i++)
+			wrong += !same_number(got[i], (float)(code_point(&q, i % code_points(&q)) *
+							      scale_point(&q, scale)));
+	}
+	is_int(wrong, 0, "%d codes of %s times %u scales of %s%s", code_points(&q), codes[q.code],
+	       points, dtype_name(q.scale), q.zero_scale_is_zero ? ", 0 meaning 0" : "");
+}
+
+/* Of the layouts with the same points. */
+static bool is_first(int layout)
+{
+	const struct quant *q = &layouts[layout];
+
+	for (int i = 0; i < layout; i++)
+		if (layouts[i].code == q->code && layouts[i].scale == q->scale &&
+		    layouts[i].zero_scale_is_zero == q->zero_scale_is_zero)
+			return false;
+	return true;
+}
+
+/* What a row of each takes, and scales from a place that is aligned to nothing. */
+static void test_rows(void)
+{
+	static const struct {
+		int layout, cols;
+		size_t bytes;
+	} row[] = { { 0, 1, 1 },  { 0, 33, 33 }, { 8, 1, 1 },	{ 8, 32, 16 },
+		    { 8, 33, 17 }, { 11, 1, 4 },  { 11, 8, 4 }, { 11, 9, 8 } };
+	unsigned char bytes[9] = { 0, 0, 0, 0x80, 0x3f, 0, 0, 0, 0x40 };
+	float two[2];
+
+	for (int i = 0; i < COUNT(row); i++)
+		is_int((int64_t)quant_row_bytes(&layouts[row[i].layout], row[i].cols),
+		       (int64_t)row[i].bytes, "bytes of %d codes of %s", row[i].cols,
+		       codes[layouts[row[i].layout].code]);
+	quant_scales(two, &layouts[0], bytes + 1, 0, 2);
+	ok(two[0] == 1 && two[1] == 2, "scales at an odd address");
+	is_int(quant_blocks(&layouts[13], 1 << 20), 1, "one block for all columns");
+}
+
 /* ---- weights --------------------------------------------------------------------------------- */
 
 /* A packed weight on the host, and the same numbers as F32. */
 struct source {
 	const struct quant *q;
 	int64_t count, rows, cols;
-	uint8_t *codes;		/* [count, rows, cols] */
+	size_t pitch;		/* bytes of a row of codes */
+	char *codes;		/* [count, rows], as a checkpoint has them */
 	char *scales;		/* [count, rows, blocks]: a row for each row */
 	size_t strip;		/* bytes of one */
 	float *values;
@@ -111,30 +269,38 @@ struct source {
 static void draw_scale(char *to, const struct quant *q)
 {
 	float f = 0.01f + 0.02f * (bed_random() + 1);
-	uint16_t h = dtype_f32_to_bf16(f);
 
-	if (q->scale == DT_F32)
-		memcpy(to, &f, sizeof f);
-	else if (q->scale == DT_BF16)
-		memcpy(to, &h, sizeof h);
+	if (dtype_is_float(q->scale))
+		dtype_convert(to, q->scale, &f, DT_F32, 1);
 	else
 		*to = (char)(q->zero_scale_is_zero && !draw(6) ? 0 : 120 + draw(5));
+}
+
+static void draw_codes(struct source *s, int64_t row)
+{
+	char *at = s->codes + (size_t)row * s->pitch;
+
+	for (int64_t i = 0; i < s->cols; i++) {
+		unsigned c = (unsigned)draw(code_points(s->q));
+
+		if (s->q->code == CODE_F8_E4M3 && (c & 127) == 127)
+			c--;
+		put_code(s->q, at, i, c);
+		s->values[row * s->cols + i] = (float)code_point(s->q, (int)c);
+	}
 }
 
 /* Parts of `part` rows (the last may be smaller) have grids of their own. */
 static struct source source_make(const struct quant *q, int64_t count, int64_t rows, int64_t cols,
 				 int64_t part)
 {
-	size_t strip = (size_t)quant_blocks(q, cols) * dtype_size(q->scale);
+	size_t strip = (size_t)quant_blocks(q, cols) * dtype_size(q->scale),
+	       pitch = quant_row_bytes(q, cols);
 	int64_t n = count * rows;
-	struct source s = { q, count, rows, cols, room((size_t)(n * cols)),
+	struct source s = { q, count, rows, cols, pitch, room((size_t)n * pitch),
 			    room((size_t)n * strip), strip,
 			    room((size_t)(n * cols) * sizeof(float)) };
 
-	for (int64_t i = 0; i < n * cols; i++) {
-		s.codes[i] = (uint8_t)draw(256);
-		s.codes[i] = (uint8_t)(s.codes[i] - ((s.codes[i] & 127) == 127));
-	}
 	for (int64_t i = 0; i < n; i++) {
 		bool same = i % rows % part % q->block_rows != 0;
 		char *row = s.scales + (size_t)i * strip;
@@ -144,10 +310,10 @@ static struct source source_make(const struct quant *q, int64_t count, int64_t r
 				memcpy(row + b, row - strip + b, dtype_size(q->scale));
 			else
 				draw_scale(row + b, q);
+		draw_codes(&s, i);
 		for (int64_t c = 0; c < cols; c++)
-			s.values[i * cols + c] =
-				(float)e4m3(s.codes[i * cols + c]) *
-				quant_scale(q, row, c / q->block_cols);
+			s.values[i * cols + c] *= (float)scale_point(
+				q, row + (size_t)(c / q->block_cols) * dtype_size(q->scale));
 	}
 	return s;
 }
@@ -162,10 +328,10 @@ static void source_free(struct source *s)
 static int put_rows(struct weight *w, const struct source *s, int64_t index, int64_t row, int64_t n,
 		    struct err *e)
 {
-	int64_t at = index * s->rows + row;
+	size_t at = (size_t)(index * s->rows + row);
 
-	return dut.be->weight_fill(&dut, w, index, row, n, s->codes + at * s->cols, DT_F8_E4M3,
-				   s->scales + (size_t)at * s->strip, e);
+	return dut.be->weight_fill(&dut, w, index, row, n, s->codes + at * s->pitch,
+				   quant_stored(s->q), s->scales + at * s->strip, e);
 }
 
 static struct weight packed_weight(const struct source *s, enum weight_use use)
@@ -175,7 +341,7 @@ static struct weight packed_weight(const struct source *s, enum weight_use use)
 				.cols = s->cols,
 				.use = use,
 				.unit = WEIGHT_BULK,
-				.stored = DT_F8_E4M3,
+				.stored = quant_stored(s->q),
 				.quant = s->q };
 }
 
@@ -230,6 +396,21 @@ static void same_bits(struct tensor got, struct tensor want, const char *what)
 	bed_drop(&dut, want);
 }
 
+/* The same of F32 where NaN is NaN, of any sign and bits. */
+static void same_numbers(struct tensor got, struct tensor want, const char *what)
+{
+	float *g = bed_floats(&dut, got), *w = bed_floats(&dut, want);
+	int64_t wrong = 0;
+
+	for (int64_t i = 0; i < got.rows * got.cols; i++)
+		wrong += !same_number(g[i], w[i]);
+	is_int(wrong, 0, "%s", what);
+	free(g);
+	free(w);
+	bed_drop(&dut, got);
+	bed_drop(&dut, want);
+}
+
 /*
  * Rows of the identity times a weight are its numbers as operands, exactly: nothing is added to
  * them but zeros. All code points are among them.
@@ -257,14 +438,53 @@ static void test_numbers(const struct quant *q, int64_t rows, int64_t cols)
 			wrong += got[c * rows + r] != want;
 		}
 	is_int(wrong, 0, "%s",
-	       label("%d x %d numbers in blocks of %d x %d %s", (int)rows, (int)cols,
-		     q->block_rows, q->block_cols, dtype_name(q->scale)));
+	       label("%d x %d numbers, %s", (int)rows, (int)cols, blocks(q)));
 	dut.be->weight_free(&dut, &w);
 	bed_drop(&dut, x);
 	bed_drop(&dut, y);
 	source_free(&s);
 	free(one);
 	free(got);
+}
+
+/*
+ * A row for each scale point, with all code points: the bits of the same numbers given plain,
+ * wherever they are too large, too small or no numbers.
+ */
+static void test_all_points(const struct quant *layout)
+{
+	struct quant q = *layout;
+	int n = code_points(&q), points = dtype_size(q.scale) == 1 ? 256 : 1024;
+	struct source s;
+	struct weight w, plain;
+	float *v = bed_numbers(3 * n);
+	struct tensor x = bed_tensor(&dut, DT_F32, 3, n, 0, v),
+		      a = bed_tensor(&dut, DT_F32, 3, points, 0, NULL),
+		      b = bed_tensor(&dut, DT_F32, 3, points, 0, NULL);
+
+	q.block_rows = 1;
+	q.block_cols = n;
+	s = source_make(&q, 1, points, n, points);
+	memset(s.codes, 0, (size_t)points * s.pitch);
+	for (int p = 0; p < points; p++) {
+		char *scale = s.scales + (size_t)p * s.strip;
+
+		put_scale(&q, scale, (uint32_t)(points == 256 ? p : p * 64 + 21));
+		for (int c = 0; c < n; c++) {
+			put_code(&q, s.codes + (size_t)p * s.pitch, c, (unsigned)c);
+			s.values[p * n + c] = (float)(code_point(&q, c) * scale_point(&q, scale));
+		}
+	}
+	fill_packed(&w, &s, USE_PRODUCT);
+	bed_weight(&dut, &plain, USE_PRODUCT, WEIGHT_BULK, DT_F32, 1, points, n, s.values);
+	dut.be->matmul(&dut, a, x, &w, NULL, false);
+	dut.be->matmul(&dut, b, x, &plain, NULL, false);
+	same_numbers(a, b, label("%d codes times %d scales, %s", n, points, blocks(&q)));
+	dut.be->weight_free(&dut, &w);
+	dut.be->weight_free(&dut, &plain);
+	bed_drop(&dut, x);
+	source_free(&s);
+	free(v);
 }
 
 static void one_matmul(const struct quant *q, int64_t T, int64_t N, int64_t K, int64_t part)
@@ -278,8 +498,7 @@ static void one_matmul(const struct quant *q, int64_t T, int64_t N, int64_t K, i
 
 	dut.be->matmul(&dut, a, x, &p.packed, NULL, false);
 	dut.be->matmul(&dut, b, x, &p.plain, NULL, false);
-	same_bits(a, b, label("matmul %d x %d x %d, blocks of %d x %d", (int)T, (int)N, (int)K,
-			      q->block_rows, q->block_cols));
+	same_bits(a, b, label("matmul %d x %d x %d, %s", (int)T, (int)N, (int)K, blocks(q)));
 	bed_drop(&dut, x);
 	pair_drop(&p);
 	free(v);
@@ -296,8 +515,7 @@ static void one_matmul_gate(const struct quant *q, int64_t T, int64_t I, int64_t
 
 	dut.be->matmul_gate(&dut, a, x, &p.packed, &act);
 	dut.be->matmul_gate(&dut, b, x, &p.plain, &act);
-	same_bits(a, b, label("matmul_gate %d x %d x %d, blocks of %d x %d", (int)T, (int)I,
-			      (int)K, q->block_rows, q->block_cols));
+	same_bits(a, b, label("matmul_gate %d x %d x %d, %s", (int)T, (int)I, (int)K, blocks(q)));
 	bed_drop(&dut, x);
 	pair_drop(&p);
 	free(v);
@@ -326,8 +544,8 @@ static void one_experts(const struct quant *q, int64_t T, int64_t H, int64_t I, 
 	ex.gate_up = &up.plain;
 	ex.down = &down.plain;
 	dut.be->experts(&dut, b, x, ids, w, &ex, false);
-	same_bits(a, b, label("experts of %d x %d, %d tokens, blocks of %d x %d", (int)H, (int)I,
-			      (int)T, q->block_rows, q->block_cols));
+	same_bits(a, b, label("experts of %d x %d, %d tokens, %s", (int)H, (int)I, (int)T,
+			      blocks(q)));
 	bed_drop(&dut, x);
 	bed_drop(&dut, w);
 	bed_drop(&dut, ids);
@@ -346,6 +564,7 @@ static void test_products(void)
 	};
 
 	for (int i = 0; i < COUNT(layouts); i++) {
+		test_all_points(&layouts[i]);
 		test_numbers(&layouts[i], 150, 70);
 		test_numbers(&layouts[i], 70, 300);
 		for (int k = 0; k < COUNT(sizes); k++) {
@@ -356,8 +575,10 @@ static void test_products(void)
 		one_experts(&layouts[i], 9, 130, 260, 2);
 	}
 	/* K in several blocks, several tiles to a group */
-	one_matmul(&layouts[0], 300, 200, 8300, 200);
+	one_matmul(&layouts[0], 140, 200, 8300, 200);
 	one_matmul(&layouts[5], 2, 70, 6300, 70);
+	one_matmul(&layouts[8], 2, 70, 8300, 70);
+	one_matmul(&layouts[11], 140, 200, 8300, 200);
 }
 
 /* ---- what else can happen -------------------------------------------------------------------- */
@@ -372,7 +593,7 @@ static void test_nan(uint8_t code)
 	struct weight w;
 	int wrong = 0;
 
-	s.codes[33 * 40 + 7] = code;
+	s.codes[33 * 40 + 7] = (char)code;
 	fill_packed(&w, &s, USE_PRODUCT);
 	dut.be->matmul(&dut, y, x, &w, NULL, false);
 	got = bed_floats(&dut, y);
@@ -405,9 +626,9 @@ static void *fill_some(void *arg)
 }
 
 /* Four threads, each every fourth row. */
-static void test_threads(void)
+static void test_threads(const struct quant *q)
 {
-	struct source s = source_make(&layouts[2], 1, 300, 70, 110);
+	struct source s = source_make(q, 1, 300, 70, 110);
 	struct weight w = packed_weight(&s, USE_PRODUCT), one;
 	float *v = bed_numbers(3 * 70);
 	struct tensor x = bed_tensor(&dut, DT_F32, 3, 70, 0, v),
@@ -431,8 +652,8 @@ static void test_threads(void)
 	fill_packed(&one, &s, USE_PRODUCT);
 	dut.be->matmul(&dut, a, x, &w, NULL, false);
 	dut.be->matmul(&dut, b, x, &one, NULL, false);
-	ok(!failed, "%s", label("four threads fill"));
-	same_bits(a, b, label("four threads fill what one does"));
+	ok(!failed, "%s", label("four threads fill, %s", blocks(q)));
+	same_bits(a, b, label("four threads fill what one does, %s", blocks(q)));
 	dut.be->weight_free(&dut, &w);
 	dut.be->weight_free(&dut, &one);
 	bed_drop(&dut, x);
@@ -441,17 +662,20 @@ static void test_threads(void)
 }
 
 /* Rows that nobody fills are zero, though a scale beside them is NaN. */
-static void test_missing_rows(void)
+static void test_missing_rows(const struct quant *q)
 {
-	struct source s = source_make(&layouts[0], 1, 200, 64, 200);
+	struct source s = source_make(q, 1, 200, 70, 200);
 	struct weight w = packed_weight(&s, USE_PRODUCT);
-	float *v = bed_numbers(64), *got, nan = NAN;
-	struct tensor x = bed_tensor(&dut, DT_F32, 1, 64, 0, v),
+	float *v = bed_numbers(70), *got, nan = NAN;
+	struct tensor x = bed_tensor(&dut, DT_F32, 1, 70, 0, v),
 		      y = bed_tensor(&dut, DT_F32, 1, 200, 0, NULL);
 	struct err e = ERR_INIT;
 	int wrong = 0;
 
-	memcpy(s.scales + 150 * s.strip, &nan, sizeof nan);
+	if (dtype_is_float(q->scale))
+		dtype_convert(s.scales + 150 * s.strip, q->scale, &nan, DT_F32, 1);
+	else
+		s.scales[150 * s.strip] = (char)255;
 	bed_check(dut.be->weight_alloc(&dut, &w, &e), &e);
 	bed_check(put_rows(&w, &s, 0, 10, 20, &e), &e);
 	bed_check(put_rows(&w, &s, 0, 150, 1, &e), &e);
@@ -460,7 +684,7 @@ static void test_missing_rows(void)
 	got = bed_floats(&dut, y);
 	for (int i = 0; i < 200; i++)
 		wrong += i == 150 ? !isnan(got[i]) : i >= 10 && i < 30 ? got[i] == 0 : got[i] != 0;
-	is_int(wrong, 0, "%s", label("rows that nobody filled"));
+	is_int(wrong, 0, "%s", label("rows that nobody filled, %s", blocks(q)));
 	dut.be->weight_free(&dut, &w);
 	bed_drop(&dut, x);
 	bed_drop(&dut, y);
@@ -479,9 +703,12 @@ static void test_refusals(void)
 {
 	struct source s = source_make(&layouts[0], 1, 64, 40, 64), each = s;
 	struct weight w = packed_weight(&s, USE_PRODUCT), plain = w, table = w;
-	struct err a = ERR_INIT, b = ERR_INIT, c = ERR_INIT, d = ERR_INIT, e = ERR_INIT;
+	struct err a = ERR_INIT, b = ERR_INIT, c = ERR_INIT, d = ERR_INIT, e = ERR_INIT,
+		   f = ERR_INIT;
 
 	bed_check(dut.be->weight_alloc(&dut, &w, &e), &e);
+	refused(dut.be->weight_fill(&dut, &w, 0, 0, 1, s.codes, DT_U8, s.scales, &f), &f,
+		"cannot be filled with U8", "codes of another kind");
 	refused(dut.be->weight_fill(&dut, &w, 0, 0, 1, s.codes, DT_F8_E4M3, NULL, &a), &a,
 		"without scales", "codes without scales");
 	refused(dut.be->weight_fill(&dut, &w, 0, 0, 1, s.values, DT_F32, s.scales, &b), &b,
@@ -504,24 +731,30 @@ static void test_refusals(void)
 	source_free(&s);
 }
 
-/* What a budget counts: a byte a number, and the scales. */
+/* What a budget counts: codes and scales. */
 static void test_bytes(void)
 {
-	for (int i = 0; i < 4; i++) {
+	static const struct {
+		int layout;
+		double most;
+	} want[] = { { 0, 0.55 }, { 1, 0.55 }, { 2, 0.55 }, { 3, 0.55 }, { 8, 0.28 }, { 9, 0.28 },
+		     { 11, 0.3 }, { 12, 0.28 }, { 13, 0.27 } };
+
+	for (int i = 0; i < COUNT(want); i++) {
+		const struct quant *q = &layouts[want[i].layout];
 		struct weight w = { .count = 8,
 				    .rows = 1408,
 				    .cols = 2048,
 				    .use = USE_PRODUCT,
-				    .stored = DT_F8_E4M3,
-				    .quant = &layouts[i] };
+				    .stored = quant_stored(q),
+				    .quant = q };
 		uint64_t packed = weight_bytes(&w, DT_BF16), plain;
 
 		w.quant = NULL;
 		w.stored = DT_BF16;
 		plain = weight_bytes(&w, DT_BF16);
-		ok((double)packed <= 0.55 * (double)plain,
-		   "blocks of %d x %d %s take %.3f of the memory of BF16", layouts[i].block_rows,
-		   layouts[i].block_cols, dtype_name(layouts[i].scale),
+		ok((double)packed <= want[i].most * (double)plain,
+		   "%s take %.3f of the memory of BF16", blocks(q),
 		   (double)packed / (double)plain);
 	}
 }
@@ -552,9 +785,8 @@ static void test_memory(void)
 		each = (heap() - before) / COPIES;
 		most = weight_bytes(&w[0], dut.compute);
 		ok(each <= most + HEAP_NOISE / COPIES, "%s",
-		   label("%d x %d in blocks of %d x %d take %zu of %llu bytes", (int)s.rows,
-			 (int)s.cols, s.q->block_rows, s.q->block_cols, each,
-			 (unsigned long long)most));
+		   label("%d x %d, %s take %zu of %llu bytes", (int)s.rows, (int)s.cols,
+			 blocks(s.q), each, (unsigned long long)most));
 		for (int k = 0; k <= COPIES; k++)
 			dut.be->weight_free(&dut, &w[k]);
 		source_free(&s);
@@ -563,9 +795,15 @@ static void test_memory(void)
 
 int main(int argc, char **argv)
 {
+	static const int chosen[] = { 0, 2, 8, 11 };
+
 	(void)argc;
 	if (!bed_forced_isa()) {
 		test_tables();
+		for (int i = 0; i < COUNT(layouts); i++)
+			if (is_first(i))
+				test_points(&layouts[i]);
+		test_rows();
 		test_bytes();
 	}
 	for (const char *const *name = bed_backends(); *name; name++)
@@ -576,8 +814,10 @@ int main(int argc, char **argv)
 			test_products();
 			test_nan(0x7f);
 			test_nan(0xff);
-			test_threads();
-			test_missing_rows();
+			for (int i = 0; i < COUNT(chosen); i++) {
+				test_threads(&layouts[chosen[i]]);
+				test_missing_rows(&layouts[chosen[i]]);
+			}
 			test_refusals();
 			test_memory();
 			dut.be->close(&dut);

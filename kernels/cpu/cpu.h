@@ -13,9 +13,10 @@
  * the second-level cache whatever K is. Widths and blocks depend on the weight's shape and dtype
  * alone, so that the sums of a column do too.
  *
- * Packed storage (struct quant) lies in memory as codes, a byte each, in the order in which oneDNN
- * would have their numbers, and is expanded a panel at a time; its scales lie beside it, a row for
- * each block of rows.
+ * Packed storage (struct quant) lies in memory as codes in the order in which oneDNN would have
+ * their numbers, and is expanded a panel at a time; its scales lie beside it, a row for each block
+ * of rows. Of codes of half a byte, byte i of each 16 has number i of 32 in its low half and number
+ * 16 + i in its high half.
  */
 #ifndef DSPARK_CPU_H
 #define DSPARK_CPU_H
@@ -86,8 +87,8 @@ enum block_kind { BLOCK_FIRST, BLOCK_MIDDLE, BLOCK_LAST, BLOCK_KINDS };
 struct packed {
 	enum dtype rounded; /* precision of the operands: DT_F32 or DT_BF16 */
 	enum dtype operand; /* in which the product runs; DT_F32 where bf16 has no hardware */
-	/* of the packed numbers in memory: = rounded, or the codes' */
-	enum dtype kept;
+	enum dtype kept; /* of the packed numbers in memory: = rounded; DT_U8: codes */
+	bool half;       /* codes of half a byte: two in each */
 	const struct quant *quant; /* of codes, else NULL */
 	int64_t rows, cols;        /* of the weight */
 	bool gated;         /* each panel: rows of gate, then the rows of up that belong to them */
@@ -189,6 +190,7 @@ void cpu_give_block(struct cpu *c, void *p, size_t bytes); /* p may be NULL */
 #define CPU_NAME(name, variant) CPU_JOIN(name, variant)
 #define cpu_verbs               CPU_NAME(verbs, CPU_VARIANT)
 #define cpu_operand_row         CPU_NAME(operand_row, CPU_VARIANT)
+#define cpu_codes_row           CPU_NAME(codes_row, CPU_VARIANT)
 #define cpu_codes_pack          CPU_NAME(codes_pack, CPU_VARIANT)
 #define cpu_codes_tables        CPU_NAME(codes_tables, CPU_VARIANT)
 #define cpu_codes_expand        CPU_NAME(codes_expand, CPU_VARIANT)
@@ -234,9 +236,11 @@ int cpu_weight_ready(struct device *d, struct weight *w, struct err *e);
 void cpu_weight_free(struct device *d, struct weight *w);
 
 /*
- * Codes (codes.c). Block k of a panel [width, K] of codes to where it is kept; the bytes of tables
- * that expand needs; all blocks of a panel as operands.
+ * Codes (codes.c). A row of codes as they are stored to one of a panel, a byte each and 0 for the
+ * number 0; block k of a panel [width, K] of them to where it is kept; the bytes of tables that
+ * expand needs; all blocks of a panel as operands.
  */
+void cpu_codes_row(const struct packed *w, uint8_t *to, const void *codes);
 void cpu_codes_pack(const struct packed *w, bool last, int64_t k, uint8_t *to, const uint8_t *rows);
 size_t cpu_codes_tables(const struct packed *w);
 void cpu_codes_expand(const struct packed *w, int64_t index, int64_t panel, char *to,
@@ -268,10 +272,17 @@ static inline enum block_kind cpu_block_kind(const struct packed *w, int64_t k)
 	return k == 0 ? BLOCK_FIRST : k < w->blocks - 1 ? BLOCK_MIDDLE : BLOCK_LAST;
 }
 
-/* Of block k of a full panel, or of the last, in the operand dtype. */
+/* Of block k of a full panel, or of the last, in the operand dtype; and as it is kept. */
 static inline size_t cpu_block_bytes(const struct packed *w, bool last, int64_t k)
 {
 	return w->product[TILE_LARGE][last][cpu_block_kind(w, k)]->packed_bytes;
+}
+
+static inline size_t cpu_kept_bytes(const struct packed *w, bool last, int64_t k)
+{
+	size_t n = cpu_block_bytes(w, last, k) / dtype_size(w->operand);
+
+	return w->half ? n / 2 : n * dtype_size(w->kept);
 }
 
 static inline int64_t cpu_panel_width(const struct packed *w, int64_t panel)

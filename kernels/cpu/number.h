@@ -219,6 +219,46 @@ static inline void vec_from_e4m3(vec *v, const uint8_t *p)
 #endif
 }
 
+/*
+ * Numbers of 32 codes of half a byte, v[0] of the low halves: as E2M1, or as integers in two's
+ * complement.
+ */
+static inline __attribute__((always_inline)) void vec_from_halves(vec v[2], const uint8_t *p,
+								    bool e2m1)
+{
+#ifdef __AVX512F__
+	const __m512 table = e2m1 ? _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1,
+						   -1.5f, -2, -3, -4, -6)
+				  : _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3,
+						   -2, -1);
+	__m512i c = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+
+	/* the lowest four bits of a lane choose */
+	v[0] = (vec)_mm512_permutexvar_ps(c, table);
+	v[1] = (vec)_mm512_permutexvar_ps(_mm512_srli_epi32(c, 4), table);
+#else
+	typedef uint8_t vec_bytes __attribute__((vector_size(LANES)));
+	typedef int32_t vec_int __attribute__((vector_size(4 * LANES)));
+	vec_bytes b;
+	vec_bits u;
+
+	vec_load(b, p);
+	u = __builtin_convertvector(b, vec_bits);
+	for (int h = 0; h < 2; h++, u >>= 4) {
+		vec_bits a = u & 7, is_small = (vec_bits)(a < 2), small;
+
+		if (!e2m1) {
+			v[h] = __builtin_convertvector((vec_int)(u << 28) >> 28, vec);
+			continue;
+		}
+		/* 1 is put below 0 and 0.5 and taken away again */
+		small = (vec_bits)((vec)((a << 22) + (127u << 23)) - 1.0f);
+		a = (((a << 22) + (126u << 23)) & ~is_small) | (small & is_small);
+		v[h] = (vec)(a | (u & 8) << 28);
+	}
+#endif
+}
+
 /* Rounds to nearest, ties to even; a NaN stays one. */
 static inline void vec_to_bf16(uint16_t *p, const vec *v)
 {

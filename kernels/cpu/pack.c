@@ -12,6 +12,7 @@
 
 #include "cpu.h"
 #include "mem.h"
+#include "quant.h"
 
 #define UNIT 64 /* sizes are rounded up to it, as weight_bytes promises */
 
@@ -114,18 +115,13 @@ static int set_layouts(struct packed *p, struct err *e)
 	return 0;
 }
 
-/* Bytes of block k of a panel as kept, and of the blocks before it. */
-static size_t kept_bytes(const struct packed *p, bool last, int64_t k)
-{
-	return cpu_block_bytes(p, last, k) / dtype_size(p->operand) * dtype_size(p->kept);
-}
-
-static size_t panel_bytes(const struct packed *p, bool last)
+/* Of a panel, as kept or as operands. */
+static size_t panel_bytes(const struct packed *p, bool last, bool kept)
 {
 	size_t bytes = 0;
 
 	for (int64_t k = 0; k < p->blocks; k++)
-		bytes += kept_bytes(p, last, k);
+		bytes += kept ? cpu_kept_bytes(p, last, k) : cpu_block_bytes(p, last, k);
 	return bytes;
 }
 
@@ -133,11 +129,9 @@ static int packed_alloc(struct cpu *c, struct packed *p, const struct weight *w,
 {
 	int64_t bytes;
 
-	p->panel_bytes = panel_bytes(p, false);
-	p->matrix_bytes = (size_t)(p->panels - 1) * p->panel_bytes + panel_bytes(p, true);
-	p->expanded = p->kept == p->operand
-			      ? 0
-			      : p->panel_bytes / dtype_size(p->kept) * dtype_size(p->operand);
+	p->panel_bytes = panel_bytes(p, false, true);
+	p->matrix_bytes = (size_t)(p->panels - 1) * p->panel_bytes + panel_bytes(p, true, true);
+	p->expanded = p->kept == p->operand ? 0 : panel_bytes(p, false, false);
 	bytes = mem_mul(w->count, (int64_t)p->matrix_bytes);
 	if (bytes < 0)
 		return err_fail(
@@ -170,7 +164,8 @@ int cpu_weight_alloc(struct device *d, struct weight *w, struct err *e)
 	p->rows = w->rows;
 	p->cols = w->cols;
 	p->rounded = ref_operand(w, d->compute);
-	p->kept = w->quant ? w->stored : p->rounded;
+	p->kept = w->quant ? DT_U8 : p->rounded;
+	p->half = w->quant && w->quant->code != CODE_F8_E4M3;
 	p->operand = cpu_of(d)->bf16 ? p->rounded : DT_F32;
 	set_sizes(p, w);
 	if (set_products(p, cpu_of(d)->dnn, e) || (p->quant && set_layouts(p, e)) ||
@@ -243,11 +238,11 @@ static int pack_panel(struct cpu *c, const struct packed *p, int64_t index, int6
 	int rc = -1;
 
 	if (!rows) {
-		memset(to, 0, panel_bytes(p, last));
+		memset(to, 0, panel_bytes(p, last, true));
 		return 0;
 	}
 	if (p->quant) {
-		for (int64_t k = 0; k < p->blocks; to += kept_bytes(p, last, k++))
+		for (int64_t k = 0; k < p->blocks; to += cpu_kept_bytes(p, last, k++))
 			cpu_codes_pack(p, last, k, (uint8_t *)to, rows);
 		cpu_give_spare(c, rows);
 		return 0;
@@ -257,7 +252,7 @@ static int pack_panel(struct cpu *c, const struct packed *p, int64_t index, int6
 		packed = cpu_take_spare(c, cpu_block_bytes(p, false, 0), e);
 	if (scratch && (packed || !p->expanded))
 		rc = 0;
-	for (int64_t k = 0; k < p->blocks && !rc; to += kept_bytes(p, last, k++))
+	for (int64_t k = 0; k < p->blocks && !rc; to += cpu_kept_bytes(p, last, k++))
 		rc = pack_block(p, last, k, to, rows, packed, scratch, e);
 	cpu_give_spare(c, scratch);
 	cpu_give_spare(c, packed);
@@ -287,13 +282,20 @@ static char *staging_rows(struct cpu *c, struct packed *p, struct staging *s, in
 	return rows;
 }
 
+/* Of a row as it comes. */
+static size_t row_bytes(const struct weight *w, enum dtype from)
+{
+	return w->quant ? quant_row_bytes(w->quant, w->cols)
+			: (size_t)w->cols * dtype_size(from);
+}
+
 /* n rows, all of panel `panel`, from `row` within it. */
 static int fill_panel(struct cpu *c, const struct weight *w, int64_t index, int64_t panel,
 		      int64_t row, int64_t n, const char *src, enum dtype from, struct err *e)
 {
 	struct packed *p = w->handle;
 	struct staging *s = &p->staging[index * p->panels + panel];
-	size_t pitch = (size_t)p->K * staged_size(p), step = (size_t)w->cols * dtype_size(from);
+	size_t pitch = (size_t)p->K * staged_size(p), step = row_bytes(w, from);
 	char *rows = staging_rows(c, p, s, cpu_panel_width(p, panel), e);
 	bool whole;
 
@@ -301,7 +303,8 @@ static int fill_panel(struct cpu *c, const struct weight *w, int64_t index, int6
 		return -1;
 	for (int64_t i = 0; i < n; i++)
 		if (p->quant)
-			memcpy(rows + (size_t)(row + i) * pitch, src + (size_t)i * step, step);
+			cpu_codes_row(p, (uint8_t *)rows + (size_t)(row + i) * pitch,
+				      src + (size_t)i * step);
 		else
 			cpu_operand_row(p, rows + (size_t)(row + i) * pitch,
 					src + (size_t)i * step, from, w->cols);
@@ -340,7 +343,7 @@ int cpu_weight_fill(struct device *d, struct weight *w, int64_t index, int64_t r
 
 		if (fill_panel(cpu_of(d), w, index, panel, row, m, s, from, e))
 			return -1;
-		s += (size_t)(m * w->cols) * dtype_size(from);
+		s += (size_t)m * row_bytes(w, from);
 		row0 += m;
 		n -= m;
 	}

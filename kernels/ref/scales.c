@@ -45,11 +45,19 @@ void ref_scales_release(struct ref_scales *s)
 	s->data = NULL;
 }
 
-/* The slot that has these scales, or a free one that takes them; `slots` where none is free. */
-static int64_t slot_for(const struct ref_scales *s, unsigned char *chunk, const void *scales)
+/*
+ * The slot that has these scales, or a free one that takes them; `slots` where none is free. Where
+ * there is one for each row, that of `row`.
+ */
+static int64_t slot_for(const struct ref_scales *s, unsigned char *chunk, int64_t row,
+			const void *scales)
 {
 	int64_t used = 0, i;
 
+	if (s->slots == CHUNK) {
+		memcpy(chunk + CHUNK + (size_t)row * s->row, scales, s->row);
+		return row;
+	}
 	for (i = 0; i < CHUNK; i++)
 		used = chunk[i] > used ? chunk[i] : used;
 	for (i = 0; i < used; i++)
@@ -71,8 +79,8 @@ int ref_scales_put(struct ref_scales *s, int64_t index, int64_t row0, int64_t n,
 	for (i = row0; i < row0 + n && slot < s->slots; i++, row += s->row) {
 		unsigned char *at = chunk_of(s, index, i);
 
-		if (at != chunk || memcmp(row, last, s->row))
-			slot = slot_for(s, at, row);
+		if (s->slots == CHUNK || at != chunk || memcmp(row, last, s->row))
+			slot = slot_for(s, at, i % CHUNK, row);
 		chunk = at;
 		last = row;
 		if (slot < s->slots)

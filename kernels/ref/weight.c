@@ -30,7 +30,7 @@ static enum dtype kept_as(const struct weight *w, enum dtype compute)
 int ref_weight_usable(const struct weight *w, struct err *e)
 {
 	if (w->quant && ((w->use != USE_PRODUCT && w->use != USE_GATED) ||
-			 w->quant->code != CODE_F8_E4M3 || w->stored != DT_F8_E4M3))
+			 w->stored != quant_stored(w->quant)))
 		return err_refuse(e, "a weight packed as %s cannot be used here",
 				  dtype_name(w->stored));
 	if (w->quant)
