@@ -1,16 +1,19 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 # Every golden case through the whole pipeline: manifest.json byte for byte, the states within the noise that the case
-# states, in fp32 and in bf16. A case whose model this version does not support is skipped, and counted so.
+# states, in fp32 and in bf16. A case whose model this version does not support is skipped, and counted so. DSPARK_DEVICE is
+# the device, cpu by default.
 # shellcheck source=tests/tap.sh
 . "${top_srcdir:?run it by make check}/tests/tap.sh"
+
+device=${DSPARK_DEVICE:-cpu}
 
 # run DIR OUT OPTION...: plan | load | forward | manifest merge in DIR into OUT; each step must succeed.
 run() {
 	dir=$1 out=$2
 	shift 2
 	(cd "$dir" &&
-	 dspark-plan -q -c recipe.yaml -t tokens.safetensors --device cpu --set "recipe_args.cache_output_dir=$out" "$@" >"$tmp/plan" &&
+	 dspark-plan -q -c recipe.yaml -t tokens.safetensors --device "$device" --set "recipe_args.cache_output_dir=$out" "$@" >"$tmp/plan" &&
 	 dspark-load -q -s "$tmp/stage" "$tmp/plan" >"$tmp/run" &&
 	 dspark-forward -q -s "$tmp/stage" "$tmp/run" >"$tmp/log" &&
 	 dspark-manifest merge "$out" >"$tmp/manifest.out" &&
@@ -21,7 +24,7 @@ run() {
 }
 
 unsupported() {
-	(cd "$1" && dspark-plan -q -c recipe.yaml -t tokens.safetensors --device cpu --set "recipe_args.cache_output_dir=$tmp/none") \
+	(cd "$1" && dspark-plan -q -c recipe.yaml -t tokens.safetensors --device "$device" --set "recipe_args.cache_output_dir=$tmp/none") \
 		2>&1 >/dev/null | grep 'which this version does not support' >"$tmp/why"
 }
 
