@@ -239,7 +239,7 @@ meshes() {
 	esac
 }
 
-models="Qwen3-0.6B Qwen3-8B Qwen3-32B Qwen3-30B-A3B Qwen3-235B-A22B GLM-5 GLM-5.2 GLM-5.2-FP8"
+models="Qwen3-0.6B Qwen3-8B Qwen3-32B Qwen3-30B-A3B Qwen3-235B-A22B GLM-5 GLM-5.2 GLM-5.2-FP8 Qwen3-8B-FP8 Qwen3-30B-A3B-FP8"
 if [ -n "${DSPARK_TEST_QUICK-}" ]; then models="Qwen3-0.6B Qwen3-235B-A22B GLM-5.2-FP8"; fi
 for model in $models; do
 	"$PYTHON" "$tests/headers.py" "$model" "$model" >line 2>err
