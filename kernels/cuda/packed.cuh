@@ -137,7 +137,7 @@ __device__ static inline void expand_codes(float f[N], const uint32_t c[4], floa
 	case CODE_MXFP4:
 		expand_codes<CODE_MXFP4, N>(f, c, scale);
 		break;
-	case CODE_INT4:
+	default:	/* CODE_INT4 */
 		expand_codes<CODE_INT4, N>(f, c, scale);
 		break;
 	}
