@@ -42,6 +42,11 @@ for dtype in fp32 bf16; do
 		fi
 	done
 done
+for dtype in fp32 bf16; do
+	for target in dense moe; do
+		check "packed, $dtype, $target" measured 6 packed -n 1 -m 40 -d "$dtype" $target.json
+	done
+done
 cat >glm.json <<-END
 	{"model_type": "glm_moe_dsa", "vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "q_lora_rank": 48,
 	 "kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 32, "index_n_heads": 8, "index_head_dim": 32,

@@ -8,6 +8,7 @@
         --intermediate 3072 --vocab 151936 --files 2 DIR     the shape of Qwen3-0.6B, 1.2 GB
     make_model.py --fp8 128,128 DIR                          projections as FP8 codes with scales
     make_model.py --fp8 128,128 --expanded DIR               the same numbers as F32
+    make_model.py --int4 32 DIR, --mxfp4 DIR                 projections as compressed-tensors' codes
 
 The same options give the same bytes on any machine: a tensor's values depend on --seed and its name
 alone, never on the file split, and come from integer arithmetic on a raw PCG64 stream. Tensors are
@@ -32,8 +33,9 @@ DTYPES = {
     "f32": ("F32", "float32", 4),
 }
 SIZE = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "F8_E8M0": 1, "U8": 1}
+SIZE |= {"I32": 4, "I64": 8}
 NAN = {"BF16": b"\xc0\x7f", "F16": b"\x00\x7e", "F32": b"\x00\x00\xc0\x7f", "F8_E4M3": b"\x7f"}
-SCALES = {"f32": "F32", "e8m0": "F8_E8M0", "u8": "U8"}
+SCALES = {"f32": "F32", "bf16": "BF16", "f16": "F16", "e8m0": "F8_E8M0", "u8": "U8"}
 
 
 def stream(seed, name):
@@ -177,11 +179,41 @@ def config(a):
             "quant_method": "fp8",
             "weight_block_size": a.fp8,
         }
+    if a.int4 is not None or a.mxfp4:
+        c["quantization_config"] = compressed(a)
     for key, value in a.set:
         c[key] = value
     for key in a.unset:
         c.pop(key, None)
     return dict(sorted(c.items()))
+
+
+def compressed(a):
+    weights = {
+        "actorder": None,
+        "block_structure": None,
+        "dynamic": False,
+        "group_size": 32 if a.mxfp4 else a.int4 or None,
+        "num_bits": 4,
+        "observer": "minmax",
+        "strategy": "group" if a.mxfp4 or a.int4 else "channel",
+        "symmetric": True,
+        "type": "float" if a.mxfp4 else "int",
+    }
+    group = {
+        "input_activations": None,
+        "output_activations": None,
+        "targets": ["Linear"],
+        "weights": weights,
+    }
+    return {
+        "config_groups": {"group_0": group},
+        "format": "mxfp4-pack-quantized" if a.mxfp4 else "pack-quantized",
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+    }
 
 
 def layer_types(a, first):
@@ -232,7 +264,8 @@ class Codes(Tensor):
     def __init__(self, *args):
         super().__init__(*args)
         self.dtype = "F32" if self.a.expanded else "F8_E4M3"
-        self.scales, self.at = Scales(self), 0
+        self.scales = Scales(self, *self.a.fp8, "_scale_inv", self.std / 100)
+        self.at = 0
 
     def encode(self, raw):
         code = (raw & np.uint64(255)).astype(np.uint8)
@@ -246,24 +279,64 @@ class Codes(Tensor):
         return (f8_numbers()[code] * grid[r // rows, c // cols]).astype("<f4").tobytes()
 
 
-class Scales(Tensor):
+class Halves(Tensor):
+    """All codes of 4 bits, equally often: as integers (I32) or as MXFP4 (U8)."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.whole, self.wide = self.shape, self.a.int4 or self.shape[1]
+        if self.a.mxfp4:
+            self.wide = 32
+        self.scales = Scales(self, 1, self.wide, "_scale", self.std / (3 if self.a.mxfp4 else 5))
+        self.dtype, each = ("U8", 2) if self.a.mxfp4 else ("I32", 8)
+        self.name += "_packed"
+        self.shape = [self.whole[0], -(-self.whole[1] // each)]
+        self.each = each
+
+    def pieces(self):
+        rows, cols = self.whole
+        code = stream(self.a.seed, self.name).random_raw(rows * cols).reshape(rows, cols) & np.uint64(15)
+        code = np.pad(code, ((0, 0), (0, self.shape[1] * self.each - cols)))
+        words = np.zeros(self.shape, np.uint64)
+        for i in range(self.each):
+            words |= code[:, i :: self.each] << np.uint64(4 * i)
+        yield words.astype("u1" if self.each == 2 else "<u4").tobytes()
+
+
+class Shape(Tensor):
     def __init__(self, of):
-        rows, cols = of.a.fp8
+        super().__init__(of.a, of.name.removesuffix("_packed") + "_shape", [2], 0, 0)
+        self.dtype, self.of = "I64", of
+
+    def pieces(self):
+        yield np.array(self.of.whole, "<i8").tobytes()
+
+
+class Scales(Tensor):
+    def __init__(self, of, rows, cols, suffix, std):
         shape = [-(-of.shape[0] // rows), -(-of.shape[1] // cols)]
-        super().__init__(of.a, of.name + "_scale_inv", shape, 0, of.std / 100)
-        self.dtype = SCALES[self.a.fp8_scales]
+        super().__init__(of.a, of.name + suffix, shape, 0, std)
+        self.dtype = SCALES[self.a.scales]
 
     def encode(self, raw):
         u = (raw >> np.uint64(40)).astype(np.float32) / np.float32(2**24)
-        if self.dtype == "F32":
-            return ((u + np.float32(0.5)) * np.float32(self.std)).astype("<f4").tobytes()
+        if self.dtype in ("F32", "BF16", "F16"):
+            return encode((u + np.float32(0.5)) * np.float32(self.std), self.dtype.lower())
         return (127 + math.frexp(self.std)[1] - (u * 3).astype(np.int64)).astype("u1").tobytes()
 
     def grid(self):
         raw = b"".join(self.pieces())
-        if self.dtype == "F32":
-            return np.frombuffer(raw, "<f4").reshape(self.shape)
+        if self.dtype == "BF16":
+            wide = np.frombuffer(raw, "<u2").astype("<u4") << 16
+            return wide.view("<f4").reshape(self.shape)
+        if self.dtype in ("F32", "F16"):
+            kind = "<f4" if self.dtype == "F32" else "<f2"
+            return np.frombuffer(raw, kind).astype("<f4").reshape(self.shape)
         return np.exp2(np.frombuffer(raw, "u1").astype(np.float32) - 127).reshape(self.shape)
+
+
+def packs(a):
+    return a.fp8 or a.mxfp4 or a.int4 is not None
 
 
 def stored(a):
@@ -273,9 +346,13 @@ def stored(a):
         if name in a.drop:
             continue
         shape = a.reshape.get(name, shape)
-        if a.fp8 and name.endswith("_proj.weight") and not any(p in name for p in a.plain):
-            t = Codes(a, name, shape, mean, std)
-            yield t
+        if packs(a) and name.endswith("_proj.weight") and not any(p in name for p in a.plain):
+            t = Codes(a, name, shape, mean, std) if a.fp8 else Halves(a, name, shape, mean, std)
+            t.shape = a.reshape.get(t.name, t.shape)
+            if t.name not in a.drop:
+                yield t
+            if a.int4 is not None:
+                yield Shape(t)
             if a.expanded or t.scales.name in a.drop:
                 continue
             t.scales.shape = a.reshape.get(t.scales.name, t.scales.shape)
@@ -322,7 +399,8 @@ def write_model(a):
     with open(os.path.join(a.dir, "config.json"), "w") as f:
         f.write(json.dumps(config(a), indent=2) + "\n")
     known = {t[0] for t in tensors(a)}
-    known |= {name + "_scale_inv" for name in known if a.fp8}
+    ends = ["_scale_inv"] if a.fp8 else ["_packed", "_scale", "_shape"] if packs(a) else []
+    known |= {name + end for name in known for end in ends}
     for name in [*a.nan, *a.drop, *a.reshape]:
         if name not in known:
             sys.exit(f"make_model.py: no tensor '{name}' in this model")
@@ -453,7 +531,11 @@ def options(argv):
     p.add_argument(
         "--fp8", type=blocks, metavar="ROWS,COLS", help="projections in F8_E4M3 with blocks of scales"
     )
-    p.add_argument("--fp8-scales", choices=sorted(SCALES), default="f32")
+    p.add_argument(
+        "--int4", type=int, metavar="GROUP", help="projections in packed INT4, 0 = by channel"
+    )
+    p.add_argument("--mxfp4", action="store_true", help="projections in packed MXFP4")
+    p.add_argument("--scales", choices=sorted(SCALES), help="(f32; u8 with --mxfp4)")
     p.add_argument("--expanded", action="store_true", help="the numbers of --fp8 as F32, plain")
     p.add_argument(
         "--plain",
@@ -485,6 +567,7 @@ def options(argv):
     )
     a = p.parse_args(argv)
     a.reshape, nan = dict(a.reshape), {}
+    a.scales = a.scales or ("u8" if a.mxfp4 else "f32")
     for name, index in a.nan:
         nan.setdefault(name, []).append(index)
     a.nan = nan

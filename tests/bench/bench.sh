@@ -19,6 +19,7 @@
 # copy		dspark-load --copy			cat FILES >COPY; sync
 # verify	dspark-manifest verify			xxhsum -H2
 # write		the writer alone			dd conv=fsync
+# packed	products of FP8, MXFP4, INT4 weights	the same of BF16 weights
 # sparse	a GLM-5.2 layer, keys chosen		the same, all keys (7 GB of memory)
 # lengths rows	tokens a second
 #
@@ -596,6 +597,20 @@ run_sparse() {
 	done
 }
 
+# A dense model's shapes, and experts with 512 rows each.
+run_packed() {
+	hidden=4096 inner=12288 expert=1536
+	if [ -n "${BENCH_SMALL-}" ]; then hidden=64 inner=96 expert=32; fi
+	for type in qwen3 qwen3_moe; do
+		cat >packed.json <<-END
+		{"model_type": "$type", "vocab_size": 1024, "num_hidden_layers": 1, "hidden_size": $hidden, "num_attention_heads": 32,
+		 "num_key_value_heads": 8, "head_dim": $((hidden / 32)), "intermediate_size": $inner, "moe_intermediate_size": $expert,
+		 "num_experts": 8, "num_experts_per_tok": 2}
+		END
+		measured packed -d bf16 packed.json
+	done
+}
+
 # ---- all together ------------------------------------------------------------------------------------------------------
 
 flags() {
@@ -652,7 +667,7 @@ table() {
 	}' "$1"
 }
 
-parts='products profile fp32 quarter bf16 moe stream gather start memory copy verify write lengths rows sparse'
+parts='products profile fp32 quarter bf16 moe stream gather start memory copy verify write lengths rows packed sparse'
 case $* in
 shares)
 	run_shares

@@ -21,8 +21,8 @@ static const char usage[] =
 "profile runs the forward of a random target of this config.json over rows of one length and\n"
 "says where the time goes; products runs each of its products beside oneDNN's own, packed, with\n"
 "the same threads; pack fills all weights from memory; sparse runs the first layer over one row\n"
-"with the keys that it chooses and with all; onednn tells its version. JSON lines, on a terminal\n"
-"a table.\n"
+"with the keys that it chooses and with all; packed runs its products from packed weights beside\n"
+"BF16 ones; onednn tells its version. JSON lines, on a terminal a table.\n"
 "\n"
 "  -d DTYPE      fp32 (default) or bf16\n"
 "  -s LENGTH     tokens of a row (512)\n"
@@ -36,7 +36,8 @@ static const char usage[] =
 "  -h, --help    show this help\n";
 
 static const struct option longopts[] = { CLI_COMMON_LONG };
-static const char *const commands[] = { "profile", "products", "pack", "sparse", NULL };
+static const char *const commands[] = { "profile", "products", "pack", "sparse", "packed",
+					NULL };
 static const char *const dtypes[] = { "fp32", "bf16", NULL };
 
 static int parse(struct cli *cli, struct rig_options *o, int *command, int argc, char **argv,
@@ -87,13 +88,14 @@ static int parse(struct cli *cli, struct rig_options *o, int *command, int argc,
 		return 0;
 	}
 	if (argc - optind != 2)
-		return err_usage(e, "give profile, products, pack or sparse, and one config.json");
+		return err_usage(e, "give profile, products, pack, sparse or packed, and one "
+				"config.json");
 	o->config = argv[optind + 1];
 	return cli_choice("command", argv[optind], commands, command, e);
 }
 
 static int (*const run[])(const struct rig_options *, struct err *) = { profile, products, pack,
-									sparse };
+									sparse, packed };
 
 int main(int argc, char **argv)
 {

@@ -106,4 +106,7 @@ int products(const struct rig_options *o, struct err *e);
 /* A layer whose queries see chosen keys beside the same one with all keys. */
 int sparse(const struct rig_options *o, struct err *e);
 
+/* Products of packed weights beside the same of plain ones. */
+int packed(const struct rig_options *o, struct err *e);
+
 #endif
