@@ -530,6 +530,57 @@ static void test_rows_and_store(void)
 	}
 }
 
+/* A table and a vector of F64: rounded to what they become once, ties by what F32 has not. */
+static void test_wide(void)
+{
+	static const enum dtype out_types[] = { DT_F32, DT_BF16, DT_F16 };
+	double v[4 * 9];
+	int32_t id[] = { 3, 0, 1, 2 };
+	struct both ids = both_ints(4, 1, id), x = both_random(DT_F32, 4, 9, 0);
+	struct device *d[] = { &dut, &ref };
+	struct weight table[2], vector[2];
+	struct err e = ERR_INIT;
+
+	for (int i = 0; i < COUNT(v); i++) {
+		double tie = ldexp(1, i % 3 ? -8 : -11), rest = ldexp(i % 2 ? 1 : -1, -40);
+
+		v[i] = (i % 5 ? 1 : -3) * (1 + (i & 8) * tie / 4 + tie + (i % 7 ? rest : 0));
+	}
+	for (int unit = WEIGHT_BULK; unit <= WEIGHT_FP32; unit++) {
+		for (int i = 0; i < 2; i++) {
+			table[i] = (struct weight){ .count = 1, .rows = 4, .cols = 9,
+						    .use = USE_TABLE, .unit = unit,
+						    .stored = DT_F64 };
+			vector[i] = (struct weight){ .count = 1, .rows = 9, .cols = 1,
+						     .use = USE_VECTOR, .unit = unit,
+						     .stored = DT_F64 };
+			bed_check(d[i]->be->weight_alloc(d[i], &table[i], &e) ||
+				  d[i]->be->weight_fill(d[i], &table[i], 0, 0, 4, v, DT_F64, NULL, &e) ||
+				  d[i]->be->weight_ready(d[i], &table[i], &e) ||
+				  d[i]->be->weight_alloc(d[i], &vector[i], &e) ||
+				  d[i]->be->weight_fill(d[i], &vector[i], 0, 0, 9, v, DT_F64, NULL, &e) ||
+				  d[i]->be->weight_ready(d[i], &vector[i], &e),
+				  &e);
+		}
+		for (int k = 0; k < COUNT(out_types); k++) {
+			struct both out = both_tensor(out_types[k], 4, 9, 1, NULL);
+
+			dut.be->rows(&dut, out.dut, &table[0], ids.dut);
+			ref.be->rows(&ref, out.ref, &table[1], ids.ref);
+			same(out.dut, out.ref, 0,
+			     label("rows", "of F64 as %s, unit %d", dtype_name(out_types[k]), unit));
+		}
+		dut.be->norm(&dut, x.dut, x.dut, &vector[0], 1e-6f, 9);
+		ref.be->norm(&ref, x.ref, x.ref, &vector[1], 1e-6f, 9);
+		for (int i = 0; i < 2; i++) {
+			d[i]->be->weight_free(d[i], &table[i]);
+			d[i]->be->weight_free(d[i], &vector[i]);
+		}
+	}
+	same(x.dut, x.ref, F32_BOUND, label("norm", "by F64"));
+	both_drop(ids);
+}
+
 static void test_raw_table(void)
 {
 	int64_t table[5][3];
@@ -944,6 +995,7 @@ static void test_products(void)
 static void test_rowwise(void)
 {
 	test_rows_and_store();
+	test_wide();
 	test_norm();
 	test_rope();
 	test_gate_and_add();

@@ -36,6 +36,24 @@ __device__ static inline float load_number(const char *p, enum dtype d, int64_t 
 	}
 }
 
+/*
+ * An element of a checkpoint, F64 too, as the float that becomes `to` with one rounding: towards it
+ * F64 is rounded to odd, so that the second rounding, to fewer bits, is as good as the only one.
+ */
+__device__ static inline float load_stored(const char *p, enum dtype d, int64_t i, enum dtype to)
+{
+	double number;
+	float f;
+
+	if (d != DT_F64)
+		return load_number(p, d, i);
+	number = ((const double *)p)[i];
+	f = (float)number;
+	if (to == DT_F32 || isnan(f) || (double)f == number)
+		return f;
+	return __uint_as_float((__float_as_uint(f) - (fabs((double)f) > fabs(number))) | 1);
+}
+
 __device__ static inline void save_number(char *p, enum dtype d, int64_t i, float f)
 {
 	switch (d) {

@@ -161,7 +161,7 @@ static size_t room_of(const struct router *r)
 	return (e * 2 + g) * sizeof(float) + ((e + g + 15) & ~(size_t)15);
 }
 
-__global__ static void __launch_bounds__(WARPS *WARP) route_tokens(struct route_job j, size_t room)
+__global__ static void __launch_bounds__(WARPS *WARP, 4) route_tokens(struct route_job j, size_t room)
 {
 	CUDA_SHARED(shared);
 	int lane = (int)threadIdx.x % WARP, warp = (int)threadIdx.x / WARP;

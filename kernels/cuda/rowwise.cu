@@ -15,6 +15,7 @@
 
 extern "C" {
 #include "mem.h"
+#include "ref/ref.h"
 }
 
 #define THREADS	 256
@@ -102,6 +103,21 @@ __device__ static inline void save_some(const struct view &x, int64_t row, int64
 		save_four(x, row, col, v);
 }
 
+/* N of a vector that lies on its own boundary. */
+template <int N> __device__ static inline void load_vector(float v[PER_VEC], const float *p, int64_t c)
+{
+	if (N == 1) {
+		v[0] = p[c];
+	} else {
+		float4 f = *(const float4 *)(p + c);
+
+		v[0] = f.x;
+		v[1] = f.y;
+		v[2] = f.z;
+		v[3] = f.w;
+	}
+}
+
 /* ---- norms ----------------------------------------------------------------------------------- */
 
 /* A run has a warp to itself where it is short, else a block. */
@@ -131,7 +147,8 @@ __global__ static void __launch_bounds__(THREADS) norm_runs(struct norm_job j)
 
 	for (int64_t run = first; run < all; run += step) {
 		int64_t row = run / j.runs, c0 = run % j.runs * j.width;
-		float v[PER_VEC], sum = 0, mean = 0, r;
+		float v[PER_VEC], w[PER_VEC] = { 1, 1, 1, 1 }, bias[PER_VEC] = { 0, 0, 0, 0 };
+		float sum = 0, mean = 0, r;
 
 		for (int64_t c = me * N; j.centred && c < j.width; c += team * N) {
 			load_some<N>(v, j.x, row, c0 + c);
@@ -149,9 +166,12 @@ __global__ static void __launch_bounds__(THREADS) norm_runs(struct norm_job j)
 		r = 1.0f / sqrtf(run_sum<whole_block>(sum, room) / (float)j.width + j.eps);
 		for (int64_t c = me * N; c < j.width; c += team * N) {
 			load_some<N>(v, j.x, row, c0 + c);
+			if (j.w)
+				load_vector<N>(w, j.w, c);
+			if (j.bias)
+				load_vector<N>(bias, j.bias, c);
 			for (int i = 0; i < N; i++)
-				v[i] = (v[i] - mean) * r * (j.w ? j.w[c + i] : 1.0f) +
-				       (j.bias ? j.bias[c + i] : 0.0f);
+				v[i] = (v[i] - mean) * r * w[i] + bias[i];
 			save_some<N>(j.out, row, c0 + c, v);
 		}
 	}
@@ -207,7 +227,8 @@ void cuda_layer_norm(struct device *d, struct tensor out, struct tensor x, const
 
 /* ---- rotary positions ------------------------------------------------------------------------ */
 
-#define HEAD_MOST 1024	/* channels of a head that a warp keeps in registers */
+#define WARPS	  (THREADS / WARP)
+#define ROPE_EACH 4	/* heads that a warp takes, where there are as many */
 
 struct rope_job {
 	struct view x, pos;
@@ -227,41 +248,52 @@ __device__ static inline float rope_get(const struct rope_job &j, int64_t row, i
 }
 
 /*
- * A warp a head. Channels that turn are written by the lane that has both of a pair; the others by
- * whoever comes to them, and only where a norm changes them.
+ * A head by a warp. Channels that turn are written by the lane that has both of a pair; the others
+ * by whoever comes to them, and only where a norm changes them.
  */
-__global__ static void __launch_bounds__(THREADS) rope_heads(struct rope_job j)
+__device__ static void rope_head(const struct rope_job &j, int64_t row, int64_t at,
+				 const float *sine, const float *cosine, int lane)
 {
-	int lane = (int)threadIdx.x % WARP;
-	int64_t first = blockIdx.x * (int64_t)(THREADS / WARP) + threadIdx.x / WARP,
-		step = gridDim.x * (int64_t)(THREADS / WARP), all = j.x.rows * j.heads;
+	float sum = 0, r = 1;
 
-	for (int64_t i = first; i < all; i += step) {
-		int64_t row = i / j.heads, at = i % j.heads * j.head;
-		float position = (float)view_id(j.pos, row, 0), sum = 0, r = 1;
+	for (int64_t c = lane; j.norm && c < j.head; c += WARP) {
+		float f = view_get(j.x, row, at + c);
 
-		for (int64_t c = lane; j.norm && c < j.head; c += WARP) {
-			float f = view_get(j.x, row, at + c);
+		sum += f * f;
+	}
+	if (j.norm)
+		r = 1.0f / sqrtf(warp_sum(sum) / (float)j.head + j.eps);
+	for (int p = lane; p < j.half; p += WARP) {
+		int64_t a = j.offset + (j.pairs ? 2 * p : p), b = a + (j.pairs ? 1 : j.half);
+		float x = rope_get(j, row, at, a, r), y = rope_get(j, row, at, b, r);
 
-			sum += f * f;
+		view_set(j.x, row, at + a, x * cosine[p] - y * sine[p]);
+		view_set(j.x, row, at + b, y * cosine[p] + x * sine[p]);
+	}
+	for (int64_t c = lane; j.norm && c < j.head; c += WARP)
+		if (c < j.offset || c >= j.offset + 2 * j.half)
+			view_set(j.x, row, at + c, rope_get(j, row, at, c, r));
+}
+
+/* A block's warps share the angles of a token, and its heads with the other blocks of a column. */
+__global__ static void __launch_bounds__(THREADS) rope_tokens(struct rope_job j)
+{
+	CUDA_SHARED(shared);
+	float *sine = (float *)shared, *cosine = sine + j.half;
+
+	for (int64_t row = blockIdx.x; row < j.x.rows; row += gridDim.x) {
+		float position = (float)view_id(j.pos, row, 0);
+
+		__syncthreads();	/* the token before may still be on its way */
+		for (int p = (int)threadIdx.x; p < j.half; p += THREADS) {
+			sincosf(__fmul_rn(position, j.freq[p]), &sine[p], &cosine[p]);
+			sine[p] *= j.inverse ? -j.scale : j.scale;
+			cosine[p] *= j.scale;
 		}
-		if (j.norm)
-			r = 1.0f / sqrtf(warp_sum(sum) / (float)j.head + j.eps);
-		for (int p = lane; p < j.half; p += WARP) {
-			int64_t a = j.offset + (j.pairs ? 2 * p : p),
-				b = a + (j.pairs ? 1 : j.half);
-			float angle = __fmul_rn(position, j.freq[p]), sine, cosine;
-			float x = rope_get(j, row, at, a, r), y = rope_get(j, row, at, b, r);
-
-			sincosf(angle, &sine, &cosine);
-			sine *= j.inverse ? -j.scale : j.scale;
-			cosine *= j.scale;
-			view_set(j.x, row, at + a, x * cosine - y * sine);
-			view_set(j.x, row, at + b, y * cosine + x * sine);
-		}
-		for (int64_t c = lane; j.norm && c < j.head; c += WARP)
-			if (c < j.offset || c >= j.offset + 2 * j.half)
-				view_set(j.x, row, at + c, rope_get(j, row, at, c, r));
+		__syncthreads();
+		for (int64_t h = blockIdx.y * (int64_t)WARPS + threadIdx.x / WARP; h < j.heads;
+		     h += gridDim.y * (int64_t)WARPS)
+			rope_head(j, row, h * j.head, sine, cosine, (int)threadIdx.x % WARP);
 	}
 }
 
@@ -269,9 +301,9 @@ void cuda_rope(struct device *d, struct tensor x, int heads, const struct weight
 	       const struct rope *r, struct tensor pos)
 {
 	struct rope_job j = {};
-	int64_t runs = x.rows * heads;
+	unsigned columns;
 
-	if (!cuda_good(d))
+	if (!cuda_good(d) || heads < 1)
 		return;
 	j.x = view_of(x);
 	j.pos = view_of(pos);
@@ -285,15 +317,16 @@ void cuda_rope(struct device *d, struct tensor x, int heads, const struct weight
 	j.half = r->width / 2;
 	j.pairs = r->layout == ROPE_PAIR;
 	j.inverse = r->inverse;
+	columns = cuda_blocks(heads, WARPS * ROPE_EACH);
 	cuda_launch(d, cuda_of(d)->compute,
-		    runs_grid((runs + THREADS / WARP - 1) / (THREADS / WARP)), THREADS, 0,
-		    rope_heads, j);
+		    dim3(runs_grid(x.rows), columns < BLOCKS ? columns : BLOCKS), THREADS,
+		    2 * (size_t)j.half * sizeof(float), rope_tokens, j);
 }
 
 /* ---- gates, sums, copies --------------------------------------------------------------------- */
 
 template <int N>
-__global__ static void __launch_bounds__(THREADS)
+__global__ static void __launch_bounds__(THREADS, 4)
 	gate_rows(struct view out, struct view x, struct act a)
 {
 	int64_t half = x.cols / 2;
@@ -349,50 +382,93 @@ void cuda_add(struct device *d, struct tensor x, struct tensor y)
 			    view_of(x), view_of(y));
 }
 
-__global__ static void __launch_bounds__(THREADS)
-	copy_runs(struct view out, int64_t out_step, struct view x, int64_t x_step, int64_t width,
-		  int n)
-{
-	for (int64_t t = blockIdx.y; t < out.rows; t += gridDim.y)
-		for (int64_t c = blockIdx.x * (int64_t)THREADS + threadIdx.x; c < n * width;
-		     c += gridDim.x * (int64_t)THREADS) {
-			int64_t run = c / width, i = c % width;
+/* Runs of a row: n of them, `width` wide. */
+struct copy_job {
+	struct view out, x;
+	int64_t out_step, x_step;
+	uint32_t width, all;	/* of a run, of all runs of a row */
+};
 
-			view_set(out, t, run * out_step + i, view_get(x, t, run * x_step + i));
+__global__ static void __launch_bounds__(THREADS) copy_runs(struct copy_job j)
+{
+	for (int64_t t = blockIdx.y; t < j.out.rows; t += gridDim.y)
+		for (uint32_t c = blockIdx.x * THREADS + threadIdx.x; c < j.all;
+		     c += gridDim.x * THREADS) {
+			uint32_t run = c / j.width, i = c % j.width;
+
+			view_set(j.out, t, run * j.out_step + i,
+				 view_get(j.x, t, run * j.x_step + i));
 		}
 }
 
-/* The same where nothing is converted. */
+/* The same where nothing is converted; all sizes count words of T. */
 template <typename T>
-__global__ static void __launch_bounds__(THREADS)
-	copy_same(struct view out, int64_t out_step, struct view x, int64_t x_step, int64_t width,
-		  int n)
+__global__ static void __launch_bounds__(THREADS) copy_words(struct copy_job j)
 {
-	for (int64_t t = blockIdx.y; t < out.rows; t += gridDim.y)
-		for (int64_t c = blockIdx.x * (int64_t)THREADS + threadIdx.x; c < n * width;
-		     c += gridDim.x * (int64_t)THREADS) {
-			int64_t run = c / width, i = c % width;
+	for (int64_t t = blockIdx.y; t < j.out.rows; t += gridDim.y)
+		for (uint32_t c = blockIdx.x * THREADS + threadIdx.x; c < j.all;
+		     c += gridDim.x * THREADS) {
+			uint32_t run = c / j.width, i = c % j.width;
 
-			((T *)out.p)[t * out.ld + run * out_step + i] =
-				((const T *)x.p)[t * x.ld + run * x_step + i];
+			((T *)j.out.p)[t * j.out.ld + run * j.out_step + i] =
+				((const T *)j.x.p)[t * j.x.ld + run * j.x_step + i];
 		}
+}
+
+/* The largest word in which all of the job's sizes and places are whole. */
+static int64_t word_of(const struct copy_job *j, int64_t size)
+{
+	uintptr_t odd = (uintptr_t)j->out.p | (uintptr_t)j->x.p |
+			(uintptr_t)((j->out.ld | j->x.ld | j->out_step | j->x_step | j->width) *
+				    size);
+	int64_t word = 16;
+
+	while (odd % (uintptr_t)word)
+		word /= 2;
+	return word;
+}
+
+static void count_words(struct copy_job *j, int64_t size, int64_t word)
+{
+	j->out.ld = j->out.ld * size / word;
+	j->x.ld = j->x.ld * size / word;
+	j->out_step = j->out_step * size / word;
+	j->x_step = j->x_step * size / word;
+	j->width = (uint32_t)(j->width * size / word);
+	j->all = (uint32_t)(j->all * size / word);
 }
 
 void cuda_copy(struct device *d, struct tensor out, int64_t out_step, struct tensor x,
 	       int64_t x_step, int64_t width, int n)
 {
-	dim3 grid = grid_of((n * width + THREADS - 1) / THREADS, out.rows);
-	void (*kernel)(struct view, int64_t, struct view, int64_t, int64_t, int) = copy_runs;
+	void (*kernel)(struct copy_job) = copy_runs;
+	int64_t size = (int64_t)dtype_size(x.dtype), word;
+	struct copy_job j = {};
 
 	if (!cuda_good(d) || n < 1 || width < 1)
 		return;
-	if (out.dtype == x.dtype)
-		kernel = dtype_size(x.dtype) == 2   ? copy_same<uint16_t>
-			 : dtype_size(x.dtype) == 4 ? copy_same<uint32_t>
-			 : dtype_size(x.dtype) == 8 ? copy_same<uint64_t>
-						    : copy_same<uint8_t>;
-	cuda_launch(d, cuda_of(d)->compute, grid, THREADS, 0, kernel, view_of(out), out_step,
-		    view_of(x), x_step, width, n);
+	if (n * width > INT32_MAX / 16) {
+		err_refuse(&d->err, "%lld columns are too many to copy", (long long)(n * width));
+		return;
+	}
+	j.out = view_of(out);
+	j.x = view_of(x);
+	j.out_step = out_step;
+	j.x_step = x_step;
+	j.width = (uint32_t)width;
+	j.all = (uint32_t)(n * width);
+	if (out.dtype == x.dtype) {
+		word = word_of(&j, size);
+		count_words(&j, size, word);
+		kernel = word == 16  ? copy_words<uint4>
+			 : word == 8 ? copy_words<uint2>
+			 : word == 4 ? copy_words<uint32_t>
+			 : word == 2 ? copy_words<uint16_t>
+				     : copy_words<uint8_t>;
+	}
+	cuda_launch(d, cuda_of(d)->compute,
+		    grid_of((j.all + (int64_t)THREADS - 1) / THREADS, out.rows), THREADS, 0,
+		    kernel, j);
 }
 
 /* ---- rows of tables -------------------------------------------------------------------------- */
@@ -420,6 +496,7 @@ __global__ static void __launch_bounds__(THREADS) take_rows(struct table_job j)
 		int64_t slot = j.first + i, t = slot / j.ids.cols, k = slot % j.ids.cols;
 		int32_t id = view_id(j.ids, t, k);
 		int64_t from = (j.ordered ? i : id) * j.cols, to = t * j.out.ld + k * j.cols;
+		enum dtype first = j.unit == DT_F32 ? j.out.dtype : j.unit;
 
 		if (id < 0 || id >= j.rows) {
 			if (!threadIdx.x)
@@ -429,7 +506,8 @@ __global__ static void __launch_bounds__(THREADS) take_rows(struct table_job j)
 		for (int64_t c = threadIdx.x; c < j.cols; c += THREADS)
 			if (!j.integers)
 				save_number(j.out.p, j.out.dtype, to + c,
-					    round_operand(load_number(j.table, j.stored, from + c),
+					    round_operand(load_stored(j.table, j.stored, from + c,
+								      first),
 							  j.unit));
 			else if (j.out.dtype == DT_I64)
 				((int64_t *)j.out.p)[to + c] =
@@ -499,7 +577,8 @@ void cuda_rows(struct device *d, struct tensor out, const struct weight *table, 
 {
 	struct table_job j = {};
 
-	if (!cuda_good(d) || !out.rows || !ids.cols || !table->cols)
+	if (!cuda_good(d) || !out.rows || !ids.cols || !table->cols ||
+	    ref_weight_usable(table, &d->err))
 		return;
 	j.out = view_of(out);
 	j.ids = view_of(ids);
@@ -520,44 +599,60 @@ void cuda_rows(struct device *d, struct tensor out, const struct weight *table, 
 	start_rows(d, &j);
 }
 
-/* Rows of `size` bytes in words of T. */
-template <typename T>
-__global__ static void __launch_bounds__(THREADS)
-	pick_rows(struct view out, struct view x, struct view index, int64_t words, int64_t out_pitch,
-		  int64_t x_pitch, struct cuda_fault *fault)
-{
-	for (int64_t i = blockIdx.x; i < out.rows; i += gridDim.x) {
-		int32_t from = view_id(index, i, 0);
+struct pick_job {
+	char *out;
+	const char *x;
+	const int32_t *index;
+	int64_t rows, from;			/* of out, of x */
+	int64_t out_pitch, x_pitch, index_ld;	/* bytes; elements */
+	int words;
+	struct cuda_fault *fault;
+};
 
-		if (from < 0 || from >= x.rows) {
+/* Rows in words of T. */
+template <typename T>
+__global__ static void __launch_bounds__(THREADS) pick_rows(struct pick_job j)
+{
+	for (int64_t i = blockIdx.x; i < j.rows; i += gridDim.x) {
+		int32_t from = j.index[i * j.index_ld];
+		const T *x = (const T *)(j.x + from * j.x_pitch);
+		T *out = (T *)(j.out + i * j.out_pitch);
+
+		if (from < 0 || from >= j.from) {
 			if (!threadIdx.x)
-				report_fault(fault, FAULT_PICK, from, x.rows);
+				report_fault(j.fault, FAULT_PICK, from, j.from);
 			continue;
 		}
-		for (int64_t c = threadIdx.x; c < words; c += THREADS)
-			((T *)(out.p + i * out_pitch))[c] = ((const T *)(x.p + from * x_pitch))[c];
+		for (int c = (int)threadIdx.x; c < j.words; c += THREADS)
+			out[c] = x[c];
 	}
 }
 
 void cuda_pick(struct device *d, struct tensor out, struct tensor x, struct tensor index)
 {
-	int64_t size = (int64_t)dtype_size(out.dtype), row = out.cols * size,
-		out_pitch = out.ld * size, x_pitch = x.ld * size;
-	uintptr_t odd = (uintptr_t)out.p | (uintptr_t)x.p | (uintptr_t)(row | out_pitch | x_pitch);
-	unsigned blocks = out.rows < BLOCKS ? (unsigned)out.rows : BLOCKS;
-	struct cuda *c = cuda_of(d);
+	int64_t size = (int64_t)dtype_size(out.dtype), row = out.cols * size;
+	uintptr_t odd = (uintptr_t)out.p | (uintptr_t)x.p |
+			(uintptr_t)(row | out.ld * size | x.ld * size);
+	struct pick_job j = {};
 
 	if (!cuda_good(d) || !row)
 		return;
-	if (odd % 16 == 0)
-		cuda_launch(d, c->compute, blocks, THREADS, 0, pick_rows<uint4>, view_of(out),
-			    view_of(x), view_of(index), row / 16, out_pitch, x_pitch, c->fault);
-	else if (odd % 2 == 0)
-		cuda_launch(d, c->compute, blocks, THREADS, 0, pick_rows<uint16_t>, view_of(out),
-			    view_of(x), view_of(index), row / 2, out_pitch, x_pitch, c->fault);
-	else
-		cuda_launch(d, c->compute, blocks, THREADS, 0, pick_rows<uint8_t>, view_of(out),
-			    view_of(x), view_of(index), row, out_pitch, x_pitch, c->fault);
+	j.out = (char *)out.p;
+	j.x = (const char *)x.p;
+	j.index = (const int32_t *)index.p;
+	j.rows = out.rows;
+	j.from = x.rows;
+	j.out_pitch = out.ld * size;
+	j.x_pitch = x.ld * size;
+	j.index_ld = index.ld;
+	j.words = (int)(row / (odd % 16 == 0 ? 16 : odd % 2 == 0 ? 2 : 1));
+	j.fault = cuda_of(d)->fault;
+	cuda_launch(d, cuda_of(d)->compute, out.rows < BLOCKS ? (unsigned)out.rows : BLOCKS, THREADS,
+		    0,
+		    odd % 16 == 0  ? pick_rows<uint4>
+		    : odd % 2 == 0 ? pick_rows<uint16_t>
+				   : pick_rows<uint8_t>,
+		    j);
 }
 
 struct combine_job {
@@ -567,7 +662,7 @@ struct combine_job {
 };
 
 /* The slots of a token are added by one thread a column, in their order. */
-__global__ static void __launch_bounds__(THREADS) combine_rows(struct combine_job j)
+__global__ static void __launch_bounds__(THREADS, 4) combine_rows(struct combine_job j)
 {
 	for (int64_t t = blockIdx.y; t < j.sum.rows; t += gridDim.y)
 		for (int64_t c = blockIdx.x * (int64_t)THREADS + threadIdx.x; c < j.sum.cols;

@@ -117,6 +117,14 @@ static struct way *find_way(struct cuda_uploads *u)
 	return NULL;
 }
 
+static void give_way(struct cuda_uploads *u, struct way *w)
+{
+	pthread_mutex_lock(&u->lock);
+	w->taken = false;
+	pthread_cond_signal(&u->free);
+	pthread_mutex_unlock(&u->lock);
+}
+
 /* A way that the device has passed; NULL with `e` set. */
 static struct way *take_way(struct cuda_uploads *u, struct err *e)
 {
@@ -133,18 +141,11 @@ static struct way *take_way(struct cuda_uploads *u, struct err *e)
 	pthread_mutex_lock(&u->lock);
 	if (!rc)
 		count_way(u, w);
-	else
-		w->taken = false;
 	pthread_mutex_unlock(&u->lock);
-	return rc ? NULL : w;
-}
-
-static void give_way(struct cuda_uploads *u, struct way *w)
-{
-	pthread_mutex_lock(&u->lock);
-	w->taken = false;
-	pthread_cond_signal(&u->free);
-	pthread_mutex_unlock(&u->lock);
+	if (!rc)
+		return w;
+	give_way(u, w);
+	return NULL;
 }
 
 /* ---- alloc and free -------------------------------------------------------------------------- */
@@ -260,7 +261,7 @@ __global__ static void __launch_bounds__(THREADS)
 {
 	for (int64_t i = blockIdx.x * (int64_t)THREADS + threadIdx.x; i < n;
 	     i += gridDim.x * (int64_t)THREADS)
-		save_number(out, to, i, round_operand(load_number(in, from, i), unit));
+		save_number(out, to, i, round_operand(load_stored(in, from, i, to), unit));
 }
 
 static int start_convert(struct cuda *c, char *out, enum dtype to, const char *in,
@@ -294,36 +295,46 @@ static char *matrix_of(struct cuda *c, struct weight *w, int64_t index, struct e
 	return (char *)p;
 }
 
-/* Bytes at `src`, which is memory of either side, that fit a part. */
-static int send(struct cuda *c, struct way *way, char *to, const char *src, size_t bytes,
-		bool on_device, struct err *e)
+/* Elements on their way: where from, and what becomes of them. */
+struct sending {
+	const char *src;
+	bool on_device;			/* src is device memory */
+	enum dtype from, to, unit;	/* rounded to the unit's dtype first */
+	size_t size, kept;		/* bytes of an element before and after */
+	bool same;			/* nothing is converted */
+};
+
+/* Bytes, whatever they are. */
+static struct sending as_bytes(const void *src, bool on_device)
 {
-	if (on_device)
-		return cuda_check(cudaMemcpyAsync(to, src, bytes, cudaMemcpyDeviceToDevice,
-						  c->upload),
-				  "filling a weight", e);
-	memcpy(way->host, src, bytes);
-	return cuda_check(cudaMemcpyAsync(to, way->host, bytes, cudaMemcpyHostToDevice, c->upload),
-			  "filling a weight", e);
+	struct sending s = {};
+
+	s.src = (const char *)src;
+	s.on_device = on_device;
+	s.size = s.kept = 1;
+	s.same = true;
+	return s;
 }
 
-/* n elements (codes: bytes) from src to dst, n as large as fits a part. */
-static int fill_part(struct device *d, const struct weight *w, char *dst, const char *src,
-		     bool on_device, int64_t n, enum dtype from, struct err *e)
+/* n elements from s->src on to dst, as many as fit a part. */
+static int send_part(struct cuda *c, char *dst, const struct sending *s, int64_t first, int64_t n,
+		     struct err *e)
 {
-	struct cuda *c = cuda_of(d);
-	const struct cuda_weight *h = cuda_weight_of(w);
-	enum dtype unit = w->use == USE_VECTOR ? cuda_operand(w, d->compute) : DT_F32;
-	bool same = w->quant || (from == h->dtype && (unit == DT_F32 || from == unit));
-	size_t bytes = w->quant ? (size_t)n : (size_t)n * dtype_size(from);
+	enum cudaMemcpyKind kind = s->on_device ? cudaMemcpyDeviceToDevice : cudaMemcpyHostToDevice;
+	const char *src = s->src + (size_t)first * s->size;
+	size_t bytes = (size_t)n * s->size;
 	struct way *way = take_way(c->uploads, e);
 	int rc = -1;
 
 	if (!way)
 		return -1;
+	if (!s->on_device)
+		src = (const char *)memcpy(way->host, src, bytes);
 	if (cuda_check(cudaEventRecord(way->began, c->upload), "an event", e) ||
-	    send(c, way, same ? dst : way->device, src, bytes, on_device, e) ||
-	    (!same && start_convert(c, dst, h->dtype, way->device, from, unit, n, e)))
+	    cuda_check(cudaMemcpyAsync(s->same ? dst : way->device, src, bytes, kind, c->upload),
+		       "filling a weight", e) ||
+	    (!s->same &&
+	     start_convert(c, dst, s->to, way->device, s->from, s->unit, n, e)))
 		goto out;
 	rc = cuda_check(cudaEventRecord(way->passed, c->upload), "an event", e);
 	way->used = !rc;
@@ -332,6 +343,18 @@ out:
 		cudaStreamSynchronize(c->upload);
 	give_way(c->uploads, way);
 	return rc;
+}
+
+/* All n of them; s->src may be used again on return. */
+static int send(struct cuda *c, char *dst, const struct sending *s, int64_t n, struct err *e)
+{
+	int64_t most = (int64_t)(PART / s->size);
+
+	for (int64_t i = 0; i < n; i += most)
+		if (send_part(c, dst + (size_t)i * s->kept, s, i, n - i < most ? n - i : most, e))
+			return -1;
+	return s->on_device ? cuda_check(cudaStreamSynchronize(c->upload), "filling a weight", e)
+			    : 0;
 }
 
 static bool is_device_memory(const void *p)
@@ -357,7 +380,8 @@ static int fill_usable(const struct weight *w, int64_t index, int64_t row0, int6
 			(long long)w->count, (long long)w->rows);
 	if (ref_fill_usable(w, from, scales, e))
 		return -1;
-	if (!w->quant && from != kept && (!dtype_is_float(from) || !dtype_is_float(kept)))
+	if (!w->quant && from != kept &&
+	    (!dtype_is_float(from) || !dtype_is_float(kept) || kept == DT_F64))
 		return err_refuse(e, "a weight stored as %s cannot become %s", dtype_name(from),
 				  dtype_name(kept));
 	return 0;
@@ -368,8 +392,7 @@ int cuda_weight_fill(struct device *d, struct weight *w, int64_t index, int64_t 
 {
 	struct cuda *c = cuda_of(d);
 	struct cuda_weight *h = (struct cuda_weight *)w->handle;
-	int64_t all, most, size, kept;
-	bool on_device;
+	struct sending s;
 	char *dst;
 
 	if (fill_usable(w, index, row0, n, from, scales, e) ||
@@ -380,23 +403,24 @@ int cuda_weight_fill(struct device *d, struct weight *w, int64_t index, int64_t 
 	dst = matrix_of(c, w, index, e);
 	if (!dst || (w->quant && ref_scales_put(&h->filling->scales, index, row0, n, scales, e)))
 		return -1;
-	size = w->quant ? 1 : (int64_t)dtype_size(from);
-	kept = w->quant ? 1 : (int64_t)dtype_size(h->dtype);
-	all = w->quant ? n * row_bytes(w, h->dtype) : n * w->cols;
-	most = (int64_t)PART / size;
 	dst += row0 * row_bytes(w, h->dtype);
-	on_device = is_device_memory(src);
-	for (int64_t i = 0; i < all; i += most)
-		if (fill_part(d, w, dst + i * kept, (const char *)src + i * size, on_device,
-			      all - i < most ? all - i : most, from, e))
-			return -1;
-	return 0;
+	s = as_bytes(src, is_device_memory(src));
+	if (w->quant)
+		return send(c, dst, &s, n * row_bytes(w, h->dtype), e);
+	s.from = from;
+	s.to = h->dtype;
+	s.unit = w->use == USE_VECTOR ? cuda_operand(w, d->compute) : DT_F32;
+	s.size = dtype_size(from);
+	s.kept = dtype_size(h->dtype);
+	s.same = from == s.to && (s.unit == DT_F32 || s.unit == from);
+	return send(c, dst, &s, n * w->cols, e);
 }
 
 static int send_scales(struct cuda *c, struct weight *w, struct err *e)
 {
 	struct cuda_weight *h = (struct cuda_weight *)w->handle;
 	const struct ref_scales *s = &h->filling->scales;
+	struct sending from = as_bytes(s->data, false);
 	size_t bytes = (size_t)(w->count * s->chunks) * s->chunk;
 	void *p = NULL;
 
@@ -408,8 +432,7 @@ static int send_scales(struct cuda *c, struct weight *w, struct err *e)
 		       "device memory for scales", e))
 		return -1;
 	h->scales = (unsigned char *)p;
-	return cuda_check(cudaMemcpyAsync(p, s->data, bytes, cudaMemcpyHostToDevice, c->upload),
-			  "filling a weight", e);
+	return send(c, (char *)p, &from, (int64_t)bytes, e);
 }
 
 int cuda_weight_ready(struct device *d, struct weight *w, struct err *e)
