@@ -130,22 +130,37 @@ void blas_close(struct cuda *c)
 	cudaFree(b->work);
 	if (b->handle)
 		b->cublasLtDestroy(b->handle);
-	if (b->library)
-		dlclose(b->library);
+	/* the library stays: it may have left something for the end of the process */
 	free(b);
 	c->blas = NULL;
 }
 
 /* ---- what cuBLASLt is told ------------------------------------------------------------------- */
 
-/* The largest power of 2 up to 256 on which an address lies. */
-static uint32_t alignment(const void *p)
+/* The largest power of 2 up to 256 on which all matrices of an operand begin. */
+static uint32_t alignment(const struct gemm *g, const void *p, int64_t step, enum dtype d)
 {
+	uintptr_t all = (uintptr_t)p | (g->count > 1 ? (uintptr_t)step * dtype_size(d) : 0);
 	uint32_t a = 256;
 
-	while ((uintptr_t)p % a)
+	while (all % a)
 		a /= 2;
 	return a;
+}
+
+static uint32_t x_alignment(const struct gemm *g)
+{
+	return alignment(g, g->x, g->x_step, g->operand);
+}
+
+static uint32_t w_alignment(const struct gemm *g)
+{
+	return alignment(g, g->w, g->w_step, g->operand);
+}
+
+static uint32_t out_alignment(const struct gemm *g)
+{
+	return alignment(g, g->out, g->out_step, g->result);
 }
 
 static cudaDataType type_of(enum dtype d)
@@ -212,8 +227,8 @@ static int prefer(struct blas *b, cublasLtMatmulPreference_t p, const struct gem
 		  struct err *e)
 {
 	size_t work = BLAS_WORK;
-	uint32_t scheme = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE, w = alignment(g->w),
-		 x = alignment(g->x), out = alignment(g->out);
+	uint32_t scheme = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE, w = w_alignment(g),
+		 x = x_alignment(g), out = out_alignment(g);
 	const struct {
 		cublasLtMatmulPreferenceAttributes_t a;
 		const void *p;
@@ -264,8 +279,8 @@ static struct shape *shape_of(struct device *d, const struct gemm *g)
 	int64_t key[KEY] = { g->m,	  g->n,	       g->k,		g->operand,
 			     g->result,	  g->x_ld,     g->w_ld,		g->out_ld,
 			     g->count,	  g->x_step,   g->w_step,	g->out_step,
-			     g->across,	  alignment(g->x), alignment(g->w), alignment(g->out),
-			     g->bias ? alignment(g->bias) : 0, g->add };
+			     g->across,	  x_alignment(g), w_alignment(g), out_alignment(g),
+			     g->bias ? alignment(g, g->bias, 0, DT_F32) : 0, g->add };
 	uint64_t hash = 0;
 	struct shape *s;
 

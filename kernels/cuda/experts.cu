@@ -202,11 +202,31 @@ __device__ static inline struct packed_side rows_of_weight(const struct grouped_
 			    scale_row(g.q, g.q.scales + p.expert * g.q_step, row) };
 }
 
+/* Two sums of a thread, `apart` columns of each other; `left` from the first to the end. */
+__device__ static inline void save_two(char *out, enum dtype d, int64_t at, int64_t left, float a,
+				       float b, int apart)
+{
+	if (apart == 1 && left > 1 && at % 2 == 0) {
+		if (d == DT_F32)
+			*(float2 *)(out + at * 4) = make_float2(a, b);
+		else
+			*(uint32_t *)(out + at * 2) = pack_bf16(a, b);
+		return;
+	}
+	if (left > 0)
+		save_number(out, d, at, a);
+	if (left > apart)
+		save_number(out, d, at + apart, b);
+}
+
 /* The activation of a tile, times the slots' weights, rounded as operands. */
 template <typename T>
 __device__ static inline void save_gated(const float acc[64], const struct grouped_product &g,
 					 const struct place &p)
 {
+	constexpr enum dtype type = sizeof(T) == 2 ? DT_BF16 : DT_F32;
+	constexpr int apart = sizeof(T) == 2 ? 1 : 16;
+
 #pragma unroll
 	for (int r = 0; r < 8; r++) {
 		int row = sum_row(r, T());
@@ -221,14 +241,17 @@ __device__ static inline void save_gated(const float acc[64], const struct group
 			weight = view_get(g.weights, slot / g.weights.cols, slot % g.weights.cols);
 		}
 #pragma unroll
-		for (int c = 0; c < 4; c++) {
+		for (int c = 0; c < 4; c += 2) {
 			int64_t col = p.col + gated_col<T>(sum_col(gate_of<T>(c), T()));
-			float f = act_number(g.act, acc[sum_at(r, gate_of<T>(c), T())],
-					     acc[sum_at(r, up_of<T>(c), T())]);
+			float f[2];
 
-			if (col < g.n)
-				save_number(g.out, sizeof(T) == 2 ? DT_BF16 : DT_F32,
-					    at * g.n + col, f * weight);
+#pragma unroll
+			for (int i = 0; i < 2; i++)
+				f[i] = act_number(g.act,
+						  acc[sum_at(r, gate_of<T>(c + i), T())],
+						  acc[sum_at(r, up_of<T>(c + i), T())]) *
+				       weight;
+			save_two(g.out, type, at * g.n + col, g.n - col, f[0], f[1], apart);
 		}
 	}
 }
@@ -237,6 +260,8 @@ template <typename T>
 __device__ static inline void save_sums(const float acc[64], const struct grouped_product &g,
 					const struct place &p)
 {
+	constexpr int apart = sizeof(T) == 2 ? 1 : 16;
+
 #pragma unroll
 	for (int r = 0; r < 8; r++) {
 		int row = sum_row(r, T());
@@ -244,12 +269,11 @@ __device__ static inline void save_sums(const float acc[64], const struct groupe
 		if (row >= p.rows)
 			continue;
 #pragma unroll
-		for (int c = 0; c < 8; c++) {
+		for (int c = 0; c < 8; c += 2) {
 			int64_t col = p.col + sum_col(c, T());
 
-			if (col < g.n)
-				((float *)g.out)[(p.row + row) * g.n + col] =
-					acc[sum_at(r, c, T())];
+			save_two(g.out, DT_F32, (p.row + row) * g.n + col, g.n - col,
+				    acc[sum_at(r, c, T())], acc[sum_at(r, c + 1, T())], apart);
 		}
 	}
 }

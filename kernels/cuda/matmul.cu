@@ -75,6 +75,7 @@ __global__ static void __launch_bounds__(THREADS)
 				*(uint4 *)(to + i) = pack_operands(f + i, T());
 			continue;
 		}
+#pragma unroll 1
 		for (int i = 0; i < 16 && at + i < cols; i++)
 			save_number((char *)to, sizeof(T) == 2 ? DT_BF16 : DT_F32, i,
 				    packed_number(q, p, scales, at + i));

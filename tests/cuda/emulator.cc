@@ -361,11 +361,11 @@ static void run_block(struct block *b)
 			die("threads wait for others that do not come");
 		up = !up;
 	}
-	for (int i = 0; i < b->n; i++)
-		finish_copies(b->fibers[(size_t)i]);
 #if TSAN
 	__tsan_acquire(&b->alive);
 #endif
+	for (int i = 0; i < b->n; i++)
+		finish_copies(b->fibers[(size_t)i]);
 }
 
 static void place_threads(struct block *b)
