@@ -530,6 +530,24 @@ static void test_rows_and_store(void)
 	}
 }
 
+static struct weight wide_weight(struct device *d, enum weight_use use, enum weight_unit unit,
+				 int64_t rows, int64_t cols, const double *v)
+{
+	struct weight w = { .count = 1,
+			    .rows = rows,
+			    .cols = cols,
+			    .use = use,
+			    .unit = unit,
+			    .stored = DT_F64 };
+	struct err e = ERR_INIT;
+
+	bed_check(d->be->weight_alloc(d, &w, &e) ||
+			  d->be->weight_fill(d, &w, 0, 0, rows, v, DT_F64, NULL, &e) ||
+			  d->be->weight_ready(d, &w, &e),
+		  &e);
+	return w;
+}
+
 /* A table and a vector of F64: rounded to what they become once, ties by what F32 has not. */
 static void test_wide(void)
 {
@@ -539,7 +557,6 @@ static void test_wide(void)
 	struct both ids = both_ints(4, 1, id), x = both_random(DT_F32, 4, 9, 0);
 	struct device *d[] = { &dut, &ref };
 	struct weight table[2], vector[2];
-	struct err e = ERR_INIT;
 
 	for (int i = 0; i < COUNT(v); i++) {
 		double tie = ldexp(1, i % 3 ? -8 : -11), rest = ldexp(i % 2 ? 1 : -1, -40);
@@ -548,19 +565,8 @@ static void test_wide(void)
 	}
 	for (int unit = WEIGHT_BULK; unit <= WEIGHT_FP32; unit++) {
 		for (int i = 0; i < 2; i++) {
-			table[i] = (struct weight){ .count = 1, .rows = 4, .cols = 9,
-						    .use = USE_TABLE, .unit = unit,
-						    .stored = DT_F64 };
-			vector[i] = (struct weight){ .count = 1, .rows = 9, .cols = 1,
-						     .use = USE_VECTOR, .unit = unit,
-						     .stored = DT_F64 };
-			bed_check(d[i]->be->weight_alloc(d[i], &table[i], &e) ||
-				  d[i]->be->weight_fill(d[i], &table[i], 0, 0, 4, v, DT_F64, NULL, &e) ||
-				  d[i]->be->weight_ready(d[i], &table[i], &e) ||
-				  d[i]->be->weight_alloc(d[i], &vector[i], &e) ||
-				  d[i]->be->weight_fill(d[i], &vector[i], 0, 0, 9, v, DT_F64, NULL, &e) ||
-				  d[i]->be->weight_ready(d[i], &vector[i], &e),
-				  &e);
+			table[i] = wide_weight(d[i], USE_TABLE, unit, 4, 9, v);
+			vector[i] = wide_weight(d[i], USE_VECTOR, unit, 9, 1, v);
 		}
 		for (int k = 0; k < COUNT(out_types); k++) {
 			struct both out = both_tensor(out_types[k], 4, 9, 1, NULL);
@@ -568,7 +574,8 @@ static void test_wide(void)
 			dut.be->rows(&dut, out.dut, &table[0], ids.dut);
 			ref.be->rows(&ref, out.ref, &table[1], ids.ref);
 			same(out.dut, out.ref, 0,
-			     label("rows", "of F64 as %s, unit %d", dtype_name(out_types[k]), unit));
+			     label("rows", "of F64 as %s, unit %d", dtype_name(out_types[k]),
+				   unit));
 		}
 		dut.be->norm(&dut, x.dut, x.dut, &vector[0], 1e-6f, 9);
 		ref.be->norm(&ref, x.ref, x.ref, &vector[1], 1e-6f, 9);

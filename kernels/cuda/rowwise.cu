@@ -196,7 +196,7 @@ void cuda_norm(struct device *d, struct tensor out, struct tensor x, const struc
 {
 	struct norm_job j = {};
 
-	if (!cuda_good(d) || width < 1 || x.cols < width)
+	if (!cuda_good(d) || !x.rows || width < 1 || x.cols < width)
 		return;
 	j.out = view_of(out);
 	j.x = view_of(x);
@@ -212,7 +212,7 @@ void cuda_layer_norm(struct device *d, struct tensor out, struct tensor x, const
 {
 	struct norm_job j = {};
 
-	if (!cuda_good(d) || width < 1 || x.cols < width)
+	if (!cuda_good(d) || !x.rows || width < 1 || x.cols < width)
 		return;
 	j.out = view_of(out);
 	j.x = view_of(x);
@@ -303,7 +303,7 @@ void cuda_rope(struct device *d, struct tensor x, int heads, const struct weight
 	struct rope_job j = {};
 	unsigned columns;
 
-	if (!cuda_good(d) || heads < 1)
+	if (!cuda_good(d) || !x.rows || heads < 1)
 		return;
 	j.x = view_of(x);
 	j.pos = view_of(pos);
