@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Products by cuBLASLt, opened when a device is. Its matrices are column-major: out^T = w x^T, where
+ * Products by cuBLASLt, opened when a device is. Its matrices are column-major: out^T = w x^T, and
  * the rows of ours are its columns. What it has no algorithm for goes through a kernel of our own.
  *
- * Sums stay in F32 until they are rounded once: CUBLAS_COMPUTE_32F never takes TF32, and where a sum
- * is split its parts are added in F32 too (reduction schemes that add in the type of the result are
- * not allowed).
+ * Sums stay in F32 until they are rounded once: CUBLAS_COMPUTE_32F never takes TF32, and where a
+ * sum is split its parts are added in F32 too (reduction schemes that add in the type of the result
+ * are not allowed).
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
@@ -350,7 +350,8 @@ __global__ static void __launch_bounds__(TILE_THREADS, sizeof(T) == 2 ? 2 : 1)
 /* Whether all rows begin on 16 bytes. */
 static bool whole(const void *p, int64_t ld, int64_t step, size_t size)
 {
-	return (uintptr_t)p % 16 == 0 && (size_t)ld * size % 16 == 0 && (size_t)step * size % 16 == 0;
+	return (uintptr_t)p % 16 == 0 && (size_t)ld * size % 16 == 0 &&
+	       (size_t)step * size % 16 == 0;
 }
 
 static void multiply_here(struct device *d, const struct gemm *g)

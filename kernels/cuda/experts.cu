@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Routed experts. The device alone knows which expert has how many slots: one block counts and sorts
- * slots by expert, and the grids of the products are as large as any choice can need; a block finds
- * its expert in sums over the experts, and those behind the last tile end at once.
+ * Routed experts. The device alone knows which expert has how many slots: one block counts and
+ * sorts slots by expert, and the grids of the products are as large as any choice can need; a block
+ * finds its expert in sums over the experts, and those behind the last tile end at once.
  *
  *	slots by expert -> gate and up of gathered rows of x, activation -> [slots, I]
  *	-> down, a panel of columns at a time, F32 [slots, panel] -> sums over slots, in slot order
@@ -120,7 +120,8 @@ struct place {
 };
 
 /* Blocks: expert by expert, in it columns by columns, in those rows by rows. */
-__device__ static inline bool find_place(struct place *p, const struct grouped_product &g, int width)
+__device__ static inline bool find_place(struct place *p, const struct grouped_product &g,
+					 int width)
 {
 	int64_t b = blockIdx.x;
 	int low = 0, high = g.count, tiles, left;

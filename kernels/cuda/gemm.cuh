@@ -5,8 +5,8 @@
  * Operands go through shared memory in steps of 64 bytes a row (32 numbers of BF16, 16 of F32), in
  * a ring of 4 steps: asynchronous copies of step s + 3 are under way while step s is multiplied.
  * Rows lie 80 bytes apart, so that 8 rows at the same place touch all 32 banks once: neither
- * ldmatrix nor the loads of F32 meet in a bank. 80 KiB a block leave room for two on a
- * multiprocessor of every architecture from 8.0 on (164 KiB and more), as do 128 registers a thread.
+ * ldmatrix nor the loads of F32 meet in a bank. 80 KiB a block leave room for two where a
+ * multiprocessor has 164 KiB (8.0) or more, as do 128 registers a thread.
  *
  * BF16: 8 warps, 2 by 4; each makes 64 x 32 sums with mma.m16n8k16. A warp's rows are every other
  * run of 16, so that both halves have work where a tile is not full, and runs without rows are left
@@ -175,7 +175,7 @@ __device__ static inline void multiply(float acc[64], const char *a, const char 
 	}
 }
 
-/* ---- where a thread's 8 x 8 sums are in the tile ---------------------------------------------- */
+/* ---- where a thread's 8 x 8 sums are in the tile --------------------------------------------- */
 
 __device__ static inline int sum_row(int r, uint16_t)
 {
@@ -201,8 +201,8 @@ __device__ static inline int sum_col(int c, float) { return (int)threadIdx.x % 1
 __device__ static inline constexpr int sum_at(int r, int c, float) { return r * 8 + c; }
 
 /*
- * Gate and up rows of a weight lie in turn in a tile, in runs as long as a thread has both of: which
- * row of 2 I is row i of the tile whose first gate row is `first`; -1 where there is none.
+ * Gate and up rows of a weight lie in turn in a tile, in runs as long as a thread has both of:
+ * which row of 2 I is row i of the tile whose first gate row is `first`; -1 where there is none.
  */
 template <typename T> __device__ static inline int64_t gated_row(int64_t first, int i, int64_t half)
 {

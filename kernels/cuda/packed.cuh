@@ -38,7 +38,7 @@ static inline struct packed packed_of(const struct weight *w)
 	return p;
 }
 
-/* The row of scales of a row of a matrix, whose scales begin at p; NULL where it was never filled. */
+/* The row of scales of a row of a matrix whose scales begin at p; NULL where it was not filled. */
 __device__ static inline const unsigned char *scale_row(const struct packed &q,
 							const unsigned char *p, int64_t row)
 {

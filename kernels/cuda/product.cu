@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Products of two tensors, group by group: one strided batch. Groups whose numbers have to be rounded
- * go through the workspace, as many at a time as fit, one behind the other.
+ * Products of two tensors, group by group: one strided batch. Groups whose numbers have to be
+ * rounded go through the workspace, as many at a time as fit, one behind the other.
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>

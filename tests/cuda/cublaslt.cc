@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * A stand-in for cuBLASLt: does what descriptors say, element by element, and refuses what its
- * documentation does not offer. An algorithm knows for which shapes and alignments it was found, and
- * is no good for others.
+ * documentation does not offer. An algorithm knows for which shapes and alignments it was found,
+ * and is no good for others.
  */
 #include <string.h>
 
@@ -276,7 +276,8 @@ struct job {
 
 static void run(const struct job &j, int32_t z)
 {
-	std::vector<float> a = runs(j.A, &j.a, z, j.op.transa), b = runs(j.B, &j.b, z, !j.op.transb);
+	std::vector<float> a = runs(j.A, &j.a, z, j.op.transa),
+			   b = runs(j.B, &j.b, z, !j.op.transb);
 	size_t k = (size_t)(j.op.transa ? j.a.rows : j.a.cols);
 
 	for (uint64_t col = 0; col < j.d.cols; col++)
