@@ -178,20 +178,24 @@ __device__ static void add_values_seen(float o[value / 8][4], const float s[keys
 	int lane = (int)threadIdx.x % WARP, c = 2 * (lane % 4);
 
 #pragma unroll
-	for (int k = 0; k < keys; k++)
-		for (int h = 0; h < 2; h++) {
-			float p = __shfl_sync(ALL_LANES, s[k / 8][2 * h + k % 2],
-					      lane / 4 * 4 + k % 8 / 2);
+	for (int m = 0; m < keys / 8; m++)
+#pragma unroll 1
+		for (int k = 0; k < 8; k++)
+			for (int h = 0; h < 2; h++) {
+				float p = k % 2 ? s[m][2 * h + 1] : s[m][2 * h];
 
-			if (!is_seen(j, it, query + 8 * h, key + k))
-				continue;
-			p = bf16_to_float(float_to_bf16(p));
+				p = __shfl_sync(ALL_LANES, p, lane / 4 * 4 + k / 2);
+				if (!is_seen(j, it, query + 8 * h, key + 8 * m + k))
+					continue;
+				p = bf16_to_float(float_to_bf16(p));
 #pragma unroll
-			for (int n = 0; n < value / 8; n++)
-				for (int i = 0; i < 2; i++)
-					o[n][2 * h + i] +=
-						p * bf16_to_float(v[tile_at(k, n, value) + c + i]);
-		}
+				for (int n = 0; n < value / 8; n++)
+					for (int i = 0; i < 2; i++)
+						o[n][2 * h + i] +=
+							p * bf16_to_float(v[tile_at(8 * m + k, n,
+										    value) +
+									    c + i]);
+			}
 }
 
 template <int value>
@@ -216,7 +220,8 @@ __device__ static inline void save_queries(const struct job &j, const struct ite
 }
 
 template <int width, int value, int keys, int warps>
-__global__ static void __launch_bounds__(warps *WARP) attend(struct job j)
+__global__ static void __launch_bounds__(warps *WARP, width > 64 ? 8 / warps : 3)
+	attend(struct job j)
 {
 	CUDA_SHARED(shared);
 	uint16_t *q = (uint16_t *)shared, *k = q + warps * 16 * width, *v = k + keys * width;
@@ -434,7 +439,7 @@ void cuda_attention(struct device *d, struct tensor out, struct tensor q, struct
 	struct form f = choose_form(d, a);
 	struct job j = {};
 
-	if (!cuda_good(d))
+	if (!cuda_good(d) || !out.rows)
 		return;
 	if (f.shared > cuda_of(d)->shared_most || a->value_width > 1024) {
 		err_refuse(&d->err, "attention heads of %d and %d are wider than CUDA kernels take",
