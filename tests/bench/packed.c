@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Products of packed weights beside the same of plain ones: each dense shape of a model, and some of
- * its experts with EACH rows for one. Codes and numbers are random; t_quant.c looks at results.
+ * Products of packed weights beside the same of plain ones: each dense shape of a model, and some
+ * of its experts with EACH rows for one. Codes and numbers are random; t_quant.c looks at results.
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
@@ -32,7 +32,7 @@ static const struct {
 
 struct shapes {
 	struct weight_walk walk; /* first */
-	struct weight dense[SHAPES], gate_up, down; /* without handles; of experts, count 0 = none */
+	struct weight dense[SHAPES], gate_up, down; /* without handles; count 0 = no experts */
 	int n;
 };
 
@@ -235,6 +235,11 @@ static int dense(struct rig *r, const struct weight *w, int layout, struct err *
 	return rc;
 }
 
+static uint64_t both(const struct weight *a, const struct weight *b)
+{
+	return weight_bytes(a, DT_BF16) + weight_bytes(b, DT_BF16);
+}
+
 static int experts(struct rig *r, const struct shapes *s, int layout, struct err *e)
 {
 	struct run x = { .r = r };
@@ -253,9 +258,7 @@ static int experts(struct rig *r, const struct shapes *s, int layout, struct err
 	    !pair_fill(r, &x.a, &up, &layouts[layout].q, e) &&
 	    !pair_fill(r, &x.b, &down, &layouts[layout].q, e))
 		rc = compete(&x, name, layout,
-			     weight_bytes(&x.a.packed, DT_BF16) + weight_bytes(&x.b.packed, DT_BF16),
-			     weight_bytes(&x.a.plain, DT_BF16) + weight_bytes(&x.b.plain, DT_BF16),
-			     e);
+			     both(&x.a.packed, &x.b.packed), both(&x.a.plain, &x.b.plain), e);
 	run_drop(&x);
 	return rc;
 }
