@@ -139,7 +139,7 @@ if [ ! -x "$build/dspark-forward" ] || [ ! -f "$build/libcuda.a" ]; then
 fi
 out=${out:-$build/check-gpu}
 mkdir -p "$out" && out=$(cd "$out" && pwd) && : >"$out/table" || exit 3
-PATH=$build:$PATH
+PATH=$build:$PATH:${CUDA_HOME:-/usr/local/cuda}/bin
 top_srcdir=$src top_builddir=$build
 export PATH PYTHON top_srcdir top_builddir
 tmp=$(mktemp -d "$TMPDIR/dspark-gpu.XXXXXX") || exit 3
