@@ -245,8 +245,8 @@ static int check_device(struct session *s, struct err *e)
 				     want.s, most.s, (unsigned long long)(all >> 20))
 			: err_fail(e,
 				   "the plan needs %s of the device beside what CUDA takes, but %s "
-				   "of its %s are free: wait until others have ended, or plan again "
-				   "with --memory %lluM",
+				   "of its %s are free: wait until others have ended, or plan "
+				   "again with --memory %lluM",
 				   want.s, have.s, most.s,
 				   (unsigned long long)((left + DEVICE_OWN_BYTES) >> 20));
 	text_release(&want);

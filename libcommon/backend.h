@@ -221,8 +221,8 @@ struct device_options {
 };
 
 /*
- * Where a device's time went, in seconds since it was opened: the verbs, weights on their way to it,
- * states on their way from it. Beside each other, not one after the other.
+ * Where a device's time went, in seconds since it was opened: the verbs, weights on their way to
+ * it, states on their way from it. Beside each other, not one after the other.
  */
 struct device_times {
 	double compute, upload, download;

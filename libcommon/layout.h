@@ -42,7 +42,8 @@ struct layout_options {
 	const char *device;		/* "auto", "cpu", "cuda" */
 	enum dtype compute;		/* DT_NONE = auto */
 	int weights;			/* an enum residency, -1 = auto */
-	uint64_t memory;		/* of a rank, of its device where that has its own; 0 = no bound */
+	/* of a rank, of its device where that has memory of its own; 0 = no bound */
+	uint64_t memory;
 	int64_t window_tokens;		/* 0 = default */
 	bool force;			/* warn instead of refusing what does not fit */
 };

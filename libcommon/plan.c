@@ -109,7 +109,8 @@ static json_t *cache_json(const struct plan *p)
 
 static json_t *rank_json(const struct plan *p)
 {
-	json_t *o = json_pack("{s:I, s:I, s:I, s:I, s:I, s:I}", "weights", (json_int_t)p->weight_bytes,
+	json_t *o = json_pack("{s:I, s:I, s:I, s:I, s:I, s:I}",
+		"weights", (json_int_t)p->weight_bytes,
 		"activations",
 		(json_int_t)(p->scratch_bytes + p->carry_bytes + p->exchange_bytes),
 		"scratch", (json_int_t)p->scratch_bytes,

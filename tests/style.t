@@ -46,5 +46,7 @@ once() {
 
 check "Makefile.am names every source once" once
 check "nothing asks for the locale" none 'setlocale|newlocale' libcommon/*.[ch] libcommon/models/*.c kernels/*.[ch] kernels/*/*.[ch] tools/*.c
-check "no struct hides behind a typedef" none '^typedef (struct|union|enum)' "$@"
+# the names of other people's libraries are theirs
+# shellcheck disable=SC2046
+check "no struct hides behind a typedef" none '^typedef (struct|union|enum)' $(printf '%s\n' "$@" | grep -v '^tests/cuda/include/')
 done_testing
