@@ -484,8 +484,12 @@ struct table_job {
 	enum dtype stored, unit;	/* numbers are rounded to the unit's dtype */
 	int64_t rows, cols;
 	bool integers;
-	/* rows of the table stand in the order in which they are asked for, from slot `first` on */
+	/*
+	 * `table` is columns [column, column + width) of rows that stand in the order in which they
+	 * are asked for, from slot `first` on.
+	 */
 	bool ordered;
+	int64_t column, width;
 	int64_t first, n;		/* slots of ids, row by row */
 	struct cuda_fault *fault;
 };
@@ -495,7 +499,8 @@ __global__ static void __launch_bounds__(THREADS) take_rows(struct table_job j)
 	for (int64_t i = blockIdx.x; i < j.n; i += gridDim.x) {
 		int64_t slot = j.first + i, t = slot / j.ids.cols, k = slot % j.ids.cols;
 		int32_t id = view_id(j.ids, t, k);
-		int64_t from = (j.ordered ? i : id) * j.cols, to = t * j.out.ld + k * j.cols;
+		int64_t from = (j.ordered ? i : id) * j.width,
+			to = t * j.out.ld + k * j.cols + j.column;
 		enum dtype first = j.unit == DT_F32 ? j.out.dtype : j.unit;
 
 		if (id < 0 || id >= j.rows) {
@@ -503,7 +508,7 @@ __global__ static void __launch_bounds__(THREADS) take_rows(struct table_job j)
 				report_fault(j.fault, FAULT_ROW_ID, id, j.rows);
 			continue;
 		}
-		for (int64_t c = threadIdx.x; c < j.cols; c += THREADS)
+		for (int64_t c = threadIdx.x; c < j.width; c += THREADS)
 			if (!j.integers)
 				save_number(j.out.p, j.out.dtype, to + c,
 					    round_operand(load_stored(j.table, j.stored, from + c,
@@ -546,28 +551,40 @@ static int32_t *host_ids(struct device *d, struct tensor ids, const struct weigh
 	return host;
 }
 
+/* Rows of the table from host memory on; one by one, and in pieces, where a row is long. */
+static void send_rows(struct device *d, struct table_job *j, const char *rows)
+{
+	int64_t size = (int64_t)dtype_size(j->stored), most = (int64_t)CUDA_WORK / size;
+
+	for (j->column = 0; j->column < j->cols && cuda_good(d); j->column += most) {
+		struct tensor to = { cuda_of(d)->work, DT_U8, j->n, 0, 0 };
+
+		j->width = j->cols - j->column < most ? j->cols - j->column : most;
+		to.cols = to.ld = j->width * size;
+		d->be->upload(d, to, rows + (size_t)(j->column * size));
+		start_rows(d, j);
+	}
+}
+
+#define READ_BYTES (CUDA_WORK / 16)	/* that a reader is asked for at once */
+
 /* The table's reader gives host memory, which goes to the device block by block. */
 static void read_rows(struct device *d, struct table_job *j, const struct weight *table,
 		      struct tensor ids)
 {
 	size_t row = (size_t)table->cols * dtype_size(table->stored);
-	int64_t all = ids.rows * ids.cols, most = (int64_t)(CUDA_WORK / 4 / row);
+	int64_t all = ids.rows * ids.cols, most = (int64_t)(READ_BYTES / row);
 	int32_t *id = host_ids(d, ids, table);
 	char *rows = NULL;
 
 	most = most < 1 ? 1 : most < all ? most : all;
 	if (id)
 		rows = (char *)mem_calloc((size_t)most, row, &d->err);
-	for (int64_t i = 0; rows && i < all && cuda_good(d); i += most) {
-		struct tensor to = { cuda_of(d)->work, DT_U8, 0, (int64_t)row, (int64_t)row };
-
-		to.rows = all - i < most ? all - i : most;
-		if (table->reader->rows(table->reader->ctx, id + i, to.rows, rows, &d->err))
+	for (j->first = 0; rows && j->first < all && cuda_good(d); j->first += most) {
+		j->n = all - j->first < most ? all - j->first : most;
+		if (table->reader->rows(table->reader->ctx, id + j->first, j->n, rows, &d->err))
 			break;
-		d->be->upload(d, to, rows);
-		j->first = i;
-		j->n = to.rows;
-		start_rows(d, j);
+		send_rows(d, j, rows);
 	}
 	free(rows);
 	free(id);
@@ -585,7 +602,7 @@ void cuda_rows(struct device *d, struct tensor out, const struct weight *table, 
 	j.stored = table->stored;
 	j.unit = cuda_operand(table, d->compute);
 	j.rows = table->rows;
-	j.cols = table->cols;
+	j.cols = j.width = table->cols;
 	j.integers = !dtype_is_float(table->stored);
 	j.fault = cuda_of(d)->fault;
 	j.ordered = table->reader;
