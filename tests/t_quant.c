@@ -573,6 +573,8 @@ static void test_products(void)
 		}
 		one_experts(&layouts[i], 40, 70, 33, 3);
 		one_experts(&layouts[i], 9, 130, 260, 2);
+		/* rows of whole 16 bytes, in more steps than are under way at once */
+		one_experts(&layouts[i], 40, 160, 224, 3);
 	}
 	/* K in several blocks, several tiles to a group */
 	one_matmul(&layouts[0], 140, 200, 8300, 200);
