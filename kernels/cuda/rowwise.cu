@@ -494,7 +494,7 @@ struct table_job {
 	struct cuda_fault *fault;
 };
 
-__global__ static void __launch_bounds__(THREADS) take_rows(struct table_job j)
+__global__ static void __launch_bounds__(THREADS, 4) take_rows(struct table_job j)
 {
 	for (int64_t i = blockIdx.x; i < j.n; i += gridDim.x) {
 		int64_t slot = j.first + i, t = slot / j.ids.cols, k = slot % j.ids.cols;
