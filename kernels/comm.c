@@ -11,9 +11,12 @@
 #include <limits.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
+#include "comm_nccl.h"
 #include "err.h"
 #include "kernels.h"
+#include "text.h"
 
 uint64_t comm_cut = (uint64_t)1 << 30;
 
@@ -32,6 +35,25 @@ int comm_mpi_open(struct comm *c, int *argc, char ***argv, struct err *e)
 }
 #endif
 
+#ifdef HAVE_NCCL
+static const bool have_nccl = true;
+#else
+static const bool have_nccl = false;
+
+int comm_nccl_open(struct comm *c, const struct nccl_place *place, struct err *e)
+{
+	(void)c;
+	(void)place;
+	return err_refuse(e, "transport 'nccl' is not in this build of dspark, use auto, self or "
+			     "mpi");
+}
+#endif
+
+bool comm_has_nccl(void)
+{
+	return have_nccl;
+}
+
 /* A number >= 0 from the environment: 1 if there, 0 if unset or empty, -1 if it is no number. */
 static int env_number(const char *name, int *out, struct err *e)
 {
@@ -49,21 +71,31 @@ static int env_number(const char *name, int *out, struct err *e)
 	return 1;
 }
 
-/* How a launcher names what it tells its processes. */
+/*
+ * How a launcher names what it tells its processes. `start`: what tells one start from the next,
+ * the same for all ranks; not of Slurm where mpirun starts some ranks through it and others not.
+ */
 struct launcher {
 	const char *name, *rank, *world, *local_rank, *local_size;
+	const char *start[6];
 };
 
-static const struct launcher torchrun = { "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK",
-					  "LOCAL_WORLD_SIZE" };
-static const struct launcher slurm = { "a Slurm step", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS",
-				       "SLURM_LOCALID", NULL };
+static const struct launcher torchrun = {
+	"torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
+	{ "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT" }
+};
+static const struct launcher slurm = {
+	"a Slurm step", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", NULL,
+	{ "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT" }
+};
 static const struct launcher mpi[] = {
 	{ "an MPI launcher", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
-	  "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE" },
+	  "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
+	  { "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid" } },
 	{ "an MPI launcher", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE",
-	  "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE" },
-	{ "an MPI launcher", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS" },
+	  "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE", { "PMI_JOBID" } },
+	{ "an MPI launcher", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS",
+	  { "PMI_JOBID" } },
 };
 
 /* Tasks of a Slurm step on this node, from "4(x2),3" and the node's number; 0 where unknown. */
@@ -122,9 +154,10 @@ int comm_connected(const struct comm *c, struct err *e)
 	if (c->world == 1 || c->t->collective)
 		return 0;
 	return err_refuse(e,
-			  "ranks started by %s cannot exchange weights and tokens in this build of "
-			  "dspark: start them with mpirun%s",
-			  c->started, have_mpi ? "" : " and a build --with-mpi");
+			  "ranks started by %s cannot exchange weights and tokens this way: start "
+			  "them with mpirun%s, or plan for CUDA, where NCCL connects them%s",
+			  c->started, have_mpi ? "" : " and a build --with-mpi",
+			  have_nccl ? "" : " in a build that has it");
 }
 
 static bool mpi_launched(void)
@@ -176,6 +209,64 @@ static int open_auto(struct comm *c, int *argc, char ***argv, struct err *e)
 	return 0;
 }
 
+/* Ranks as NCCL's transport wants them: told, and connected by comm_connect_nccl. */
+static int open_told(struct comm *c, struct err *e)
+{
+	int steps = 0, r = told_by(&torchrun, c, e);
+	size_t i;
+
+	for (i = 0; !r && i < sizeof mpi / sizeof mpi[0]; i++)
+		r = told_by(&mpi[i], c, e);
+	if (!r)
+		r = env_number(slurm.world, &steps, e) < 0 ? -1 : 0;
+	if (!r && steps > 1)
+		r = told_by(&slurm, c, e);
+	if (!r)
+		comm_self_open(c);
+	return r < 0 ? -1 : 0;
+}
+
+static void add_start(struct text *t, const struct launcher *l, const struct comm *c)
+{
+	const char *value;
+
+	for (size_t i = 0; i < sizeof l->start / sizeof *l->start && l->start[i]; i++) {
+		value = getenv(l->start[i]);
+		if (c->started && !strcmp(c->started, l->name) && value && *value)
+			text_printf(t, "%s.", value);
+	}
+}
+
+/* Ranks of one host say which: other starts may name themselves alike on others. */
+static int name_start(struct text *t, const struct comm *c, const char *plan, struct err *e)
+{
+	char host[256] = "";
+
+	add_start(t, &torchrun, c);
+	add_start(t, &slurm, c);
+	for (size_t i = 0; i < sizeof mpi / sizeof mpi[0]; i++)
+		add_start(t, &mpi[i], c);
+	if (c->local_size == c->world)
+		gethostname(host, sizeof host - 1);
+	text_printf(t, "%d.%.16s.%s", c->world, plan, host);
+	return text_ok(t, e);
+}
+
+int comm_connect_nccl(struct comm *c, const char *dir, const char *plan, struct err *e)
+{
+	struct text name = TEXT_INIT;
+	struct nccl_place place = {
+		.dir = dir, .timeout = c->timeout, .stop = c->stop, .dog = c->dog
+	};
+	int rc = name_start(&name, c, plan, e);
+
+	place.name = name.s;
+	if (!rc)
+		rc = comm_nccl_open(c, &place, e);
+	text_release(&name);
+	return rc;
+}
+
 int comm_open(struct comm *c, const char *name, int rank, int *argc, char ***argv, struct err *e)
 {
 	memset(c, 0, sizeof *c);
@@ -193,9 +284,7 @@ int comm_open(struct comm *c, const char *name, int rank, int *argc, char ***arg
 	if (!strcmp(name, "mpi"))
 		return comm_mpi_open(c, argc, argv, e);
 	if (!strcmp(name, "nccl"))
-		return err_refuse(
-			e,
-			"transport 'nccl' is not in this build of dspark, use auto, self or mpi");
+		return have_nccl ? open_told(c, e) : comm_nccl_open(c, NULL, e);
 	if (strcmp(name, "self"))
 		return err_usage(e, "transport '%s' is unknown, use auto, self, mpi or nccl", name);
 	comm_self_open(c);

@@ -4,10 +4,11 @@
  * them.
  *
  * Sources, what they need, and what decides whether they are built:
- *	backend.c comm.c comm_self.c session.c watchdog.c ref/ *.c	-lm; always
+ *	backend.c comm.c comm_self.c rendezvous.c session.c watchdog.c ref/ *.c	-lm; always
  *	cpu/ *.c	HAVE_ONEDNN: -ldnnl and OpenMP
  *	cuda/ *.cu	HAVE_CUDA: nvcc and libcudart_static; for tests also the host's C++ compiler
  *	comm_mpi.c	HAVE_MPI: the flags of mpicc
+ *	comm_nccl.c nccl_library.c	HAVE_NCCL: CUDA's and NCCL's headers; libnccl.so.2 later
  *
  * All but comm_mpi.c are compiled with -ffp-contract=off (a fused product in one loop and not in
  * another would make a row's bits depend on its place), -fno-trapping-math and -fno-math-errno (or
@@ -34,8 +35,19 @@ const char *const *backend_names(void);
  * launcher; a Slurm step of several tasks; else one process. Where no transport connects the ranks,
  * c->t->collective is false, and c->started says what started them. argc and argv as main got them,
  * or NULL.
+ *
+ * Of `nccl` it finds rank and world from any of these launchers, without a word to MPI; then the
+ * caller sets how waiting ends, and calls comm_connect_nccl.
  */
 int comm_open(struct comm *c, const char *name, int rank, int *argc, char ***argv, struct err *e);
+
+bool comm_has_nccl(void);	/* in this build */
+
+/*
+ * Connects what comm_open left told. All ranks see the directory `dir`, which is made if it is
+ * missing; `plan` is the plan's digest.
+ */
+int comm_connect_nccl(struct comm *c, const char *dir, const char *plan, struct err *e);
 
 /*
  * Refuses ranks that are not connected unless they are one, c->world being known: for plans whose

@@ -74,13 +74,37 @@ bool session_has_peers(const struct session *s)
 	return s->comm.t && s->comm.world > 1 && s->comm.t->collective;
 }
 
+/* What the recipe's dist_env.backend says; NULL = nothing. */
+static const char *recipe_backend(const struct plan *p)
+{
+	const json_t *env = json_object_get(p->recipe, "dist_env");
+
+	return json_string_value(json_object_get(env, "backend"));
+}
+
+/*
+ * auto connects by NCCL what has to exchange memory of GPUs, unless the recipe names another way.
+ * Ranks of one plan must come to the same end here.
+ */
+static bool wants_nccl(const struct session *s, bool planned)
+{
+	const char *backend = planned ? recipe_backend(&s->plan) : NULL;
+
+	if (strcmp(s->o->comm, "auto"))
+		return !strcmp(s->o->comm, "nccl");
+	return planned && comm_has_nccl() && s->o->rank < 0 && s->plan.world > 1 &&
+	       !strcmp(s->plan.device, "cuda") && plan_lockstep(&s->plan) &&
+	       !(backend && (!strcmp(backend, "gloo") || !strcmp(backend, "mpi")));
+}
+
 /* From here on a signal ends waiting for other ranks. */
-static int connect_ranks(struct session *s, int *argc, char ***argv, struct err *e)
+static int connect_ranks(struct session *s, bool planned, int *argc, char ***argv, struct err *e)
 {
 	int rc;
 
+	s->nccl = wants_nccl(s, planned);
 	watchdog_enter(&s->dog, "connecting the ranks");
-	rc = comm_open(&s->comm, s->o->comm, (int)s->o->rank, argc, argv, e);
+	rc = comm_open(&s->comm, s->nccl ? "nccl" : s->o->comm, (int)s->o->rank, argc, argv, e);
 	watchdog_leave(&s->dog);
 	s->comm.stop = &forward_stop;
 	return rc;
@@ -125,6 +149,29 @@ static int read_plan(struct session *s, struct err *e)
 	return read_run(s, e) || plan_read(&s->plan, &s->run, e) ? -1 : 0;
 }
 
+/* Told ranks, of whom each has read the plan: it says where they can meet. */
+static int join_nccl(struct session *s, struct err *e)
+{
+	char *dir;
+	int rc;
+
+	if (strcmp(s->plan.device, "cuda"))
+		return err_refuse(e,
+				  "--comm nccl connects GPUs, but the plan is for device '%s': use "
+				  "--comm auto or mpi, or plan with --device cuda",
+				  s->plan.device);
+	if (s->comm.world == 1)
+		return 0;
+	dir = plan_path(&s->plan, s->plan.cache_dir, e);
+	s->comm.timeout = s->plan.timeout_minutes * 60;
+	s->comm.dog = &s->dog;
+	rc = dir ? comm_connect_nccl(&s->comm, dir, s->plan.digest, e) : -1;
+	free(dir);
+	if (!plan_lockstep(&s->plan))
+		s->comm.timeout = 0; /* others may have hours to go */
+	return rc;
+}
+
 static int check_world(struct session *s, struct err *e)
 {
 	struct comm *c = &s->comm;
@@ -144,10 +191,12 @@ static int check_world(struct session *s, struct err *e)
 	}
 	if (c->rank >= c->world)
 		return err_refuse(e, "--rank %d is outside the plan's %d ranks", c->rank, c->world);
+	log_rank(c->rank, c->world);
+	if (s->nccl && join_nccl(s, e))
+		return -1;
 	if (plan_lockstep(&s->plan) && comm_connected(c, e))
 		return err_context(e, "the plan has weights %s and ep_size %d",
 				   residency_name(s->plan.residency), s->plan.ep);
-	log_rank(c->rank, c->world);
 	return 0;
 }
 
@@ -532,7 +581,7 @@ static int publish(struct session *s, struct err *e)
 int session_run(struct session *s, const struct session_options *o, int *argc, char ***argv,
 		struct err *e)
 {
-	bool file = o->run && strcmp(o->run, "-");
+	bool file = o->run && strcmp(o->run, "-"), planned;
 	struct err connecting = ERR_INIT;
 
 	s->o = o;
@@ -541,10 +590,13 @@ int session_run(struct session *s, const struct session_options *o, int *argc, c
 	 * A file tells in time for how long ranks may wait for each other. Who cannot read it is
 	 * connected all the same: its failure ends the others.
 	 */
-	if (file && !read_plan(s, e))
+	planned = file && !read_plan(s, e);
+	if (planned)
 		start_dog(s, e);
-	if (connect_ranks(s, argc, argv, &connecting) && !e->code)
+	if (connect_ranks(s, planned, argc, argv, &connecting) && !e->code)
 		*e = connecting;
+	if (s->nccl && !file && s->comm.world > 1)
+		err_usage(e, "ranks that NCCL connects each read the run: give RUN, a file");
 	if (e->code || (!file && read_plan(s, e)) || check_world(s, e) || open_inputs(s, e) ||
 	    bound_waiting(s, e) || agree(s, e) || open_groups(s, e) || open_device(s, e) ||
 	    open_cache(s, e))

@@ -47,6 +47,7 @@ struct session_output {
 struct session {
 	const struct session_options *o;
 	struct comm comm;
+	bool nccl;		/* that is to connect the ranks, or has */
 	/*
 	 * Where ranks depend on each other (plan_lockstep): those among which rows and experts are
 	 * cut, and those that hold all experts between them; `t` NULL where it is this rank alone.

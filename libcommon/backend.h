@@ -412,6 +412,12 @@ struct backend {
 	/* ---- of devices that have memory of their own; NULL where it is host memory ---- */
 
 	/*
+	 * Copies between host memory and what alloc gave, either way; done when it returns. From
+	 * any thread, as are then alloc and free. weight_fill's `src` may be such memory, too.
+	 */
+	int (*move)(struct device *d, void *to, const void *from, size_t bytes, struct err *e);
+
+	/*
 	 * Lets the device copy to and from host memory that was allocated apart (mem_aligned of
 	 * whole pages) without a stop on the way: stores to it then run beside the verbs. unpin
 	 * comes before the memory goes. Memory that is not pinned works all the same.

@@ -55,9 +55,10 @@ uint64_t exchange_bytes(const struct routing *most, int64_t rows, enum dtype com
 void exchange_release(struct exchange *x)
 {
 	void *device[] = { x->index, x->sent, x->came, x->ids, x->weights, x->out, x->back,
-			   x->place };
+			   x->place, x->sent_ids, x->sent_weights };
 	void *host[] = { x->host_ids,  x->host_place, x->host_index, x->host_weights, x->slot_sent,
-			 x->slot_came, x->matrix,     x->mine,	     x->send,	      x->receive };
+			 x->slot_came, x->matrix,     x->mine,	     x->send,	      x->receive,
+			 x->stage_in,  x->stage_out };
 
 	for (size_t i = 0; x->dev && i < sizeof device / sizeof *device; i++)
 		x->dev->be->free(x->dev, device[i]);
@@ -69,7 +70,8 @@ void exchange_release(struct exchange *x)
 static int device_memory(struct exchange *x, struct err *e)
 {
 	size_t rows = (size_t)x->rows, in = rows * (size_t)x->most.in * dtype_size(x->dev->compute),
-	       out = rows * (size_t)x->most.out * sizeof(float);
+	       out = rows * (size_t)x->most.out * sizeof(float),
+	       slots = x->way == EXCHANGE_DEVICE ? rows * sizeof(int32_t) : 0;
 	struct {
 		void **p;
 		size_t bytes;
@@ -78,10 +80,11 @@ static int device_memory(struct exchange *x, struct err *e)
 		{ &x->weights, rows * sizeof(float) }, { &x->place, rows * sizeof(int32_t) },
 		{ &x->sent, in },		       { &x->came, in },
 		{ &x->out, out },		       { &x->back, out },
+		{ &x->sent_ids, slots },	       { &x->sent_weights, slots },
 	};
 
 	for (size_t i = 0; i < sizeof want / sizeof *want; i++)
-		if (!(*want[i].p = x->dev->be->alloc(x->dev, want[i].bytes, e)))
+		if (want[i].bytes && !(*want[i].p = x->dev->be->alloc(x->dev, want[i].bytes, e)))
 			return -1;
 	return 0;
 }
@@ -100,6 +103,13 @@ static int host_memory(struct exchange *x, struct err *e)
 	x->mine = mem_calloc(n * (n + 1), sizeof *x->mine, e);
 	x->send = mem_calloc(n, sizeof *x->send, e);
 	x->receive = mem_calloc(n, sizeof *x->receive, e);
+	if (x->way == EXCHANGE_STAGED) {
+		size_t row = (size_t)x->most.in * dtype_size(x->dev->compute),
+		       result = (size_t)x->most.out * sizeof(float);
+
+		x->stage_in = mem_aligned(rows * (row > result ? row : result), e);
+		x->stage_out = mem_aligned(rows * (row > result ? row : result), e);
+	}
 	return e->code ? -1 : 0;
 }
 
@@ -108,9 +118,11 @@ int exchange_open(struct exchange *x, struct device *d, struct comm *ep, const s
 {
 	*x = (struct exchange){ .dev = d, .ep = ep, .most = *most, .rows = rows };
 	x->round = rows / most->k;
-	if (!d->be->host_memory && !ep->t->device_buffers)
+	if (d->be->host_memory && ep->t->device_buffers)
 		return err_refuse(e, "transport '%s' cannot reach the memory of device '%s'",
 				  ep->t->name, d->be->name);
+	if (!d->be->host_memory)
+		x->way = ep->t->device_buffers ? EXCHANGE_DEVICE : EXCHANGE_STAGED;
 	return device_memory(x, e) || host_memory(x, e) ? -1 : 0;
 }
 
@@ -143,11 +155,28 @@ static int travel(struct exchange *x, void *out, const int64_t *out_rows, const 
 	return rc;
 }
 
+/* Where alltoallv takes no host memory, all counts are a sum: each rank adds its own. */
+static int sum_up(struct exchange *x, struct err *e)
+{
+	int n = x->ep->world;
+	size_t all = (size_t)(n * (n + 1)) * sizeof *x->matrix;
+	double start = log_seconds();
+	int rc;
+
+	memset(x->matrix, 0, all);
+	memcpy(x->matrix + x->ep->rank * (n + 1), x->mine, (size_t)(n + 1) * sizeof *x->mine);
+	rc = x->ep->t->allreduce(x->ep, x->matrix, n * (n + 1), COMM_SUM, e);
+	x->seconds += log_seconds() - start;
+	return rc;
+}
+
 static int tell_all(struct exchange *x, struct err *e)
 {
 	int n = x->ep->world;
 	size_t row = (size_t)(n + 1) * sizeof *x->mine;
 
+	if (x->way == EXCHANGE_DEVICE)
+		return sum_up(x, e);
 	for (int i = 1; i < n; i++)
 		memcpy(x->mine + i * (n + 1), x->mine, row);
 	for (int i = 0; i < n; i++)
@@ -237,6 +266,46 @@ static struct tensor rows_at(void *p, enum dtype d, int64_t rows, int64_t cols)
 	return (struct tensor){ p, d, rows, cols, cols };
 }
 
+/* Rows of device memory, once all before them is done. Both have `cols` columns. */
+static int travel_rows(struct exchange *x, struct tensor out, const int64_t *out_rows,
+		       struct tensor in, const int64_t *in_rows, struct err *e)
+{
+	struct device *d = x->dev;
+	uint64_t row = (uint64_t)in.cols * dtype_size(in.dtype);
+
+	if (x->way == EXCHANGE_STAGED)
+		d->be->store(d, x->stage_in, in.dtype, in.cols, in);
+	if (d->be->sync(d, e))
+		return -1;
+	if (x->way != EXCHANGE_STAGED)
+		return travel(x, out.p, out_rows, in.p, in_rows, row, e);
+	if (travel(x, x->stage_out, out_rows, x->stage_in, in_rows, row, e))
+		return -1;
+	d->be->upload(d, out, x->stage_out);
+	return 0;
+}
+
+/* Experts and weights of rows that travel in device memory: one after the other. */
+static int send_slots(struct round *o, struct err *e)
+{
+	struct exchange *x = o->x;
+	struct device *d = x->dev;
+
+	for (int64_t i = 0; i < o->sent; i++) {
+		x->host_index[i] = x->slot_sent[i].expert;
+		x->host_weights[i] = x->slot_sent[i].weight;
+	}
+	d->be->upload(d, rows_at(x->sent_ids, DT_I32, o->sent, 1), x->host_index);
+	d->be->upload(d, rows_at(x->sent_weights, DT_F32, o->sent, 1), x->host_weights);
+	return d->be->sync(d, e) ||
+			       travel(x, x->ids, x->receive, x->sent_ids, x->send,
+				      sizeof(int32_t), e) ||
+			       travel(x, x->weights, x->receive, x->sent_weights, x->send,
+				      sizeof(float), e)
+		       ? -1
+		       : 0;
+}
+
 static int send_rows(struct round *o, struct err *e)
 {
 	struct exchange *x = o->x;
@@ -247,10 +316,12 @@ static int send_rows(struct round *o, struct err *e)
 	order_slots(o);
 	d->be->upload(d, index, x->host_index);
 	d->be->pick(d, sent, tensor_rows(o->c->routed.input, o->first, o->n), index);
-	if (d->be->sync(d, e) ||
-	    travel(x, x->came, x->receive, x->sent, x->send,
-		   (uint64_t)o->r->in * dtype_size(d->compute), e) ||
-	    travel(x, x->slot_came, x->receive, x->slot_sent, x->send, sizeof *x->slot_sent, e))
+	if (travel_rows(x, rows_at(x->came, d->compute, o->came, o->r->in), x->receive, sent,
+			x->send, e))
+		return -1;
+	if (x->way == EXCHANGE_DEVICE)
+		return send_slots(o, e);
+	if (travel(x, x->slot_came, x->receive, x->slot_sent, x->send, sizeof *x->slot_sent, e))
 		return -1;
 	for (int64_t i = 0; i < o->came; i++) {
 		x->host_index[i] = x->slot_came[i].expert;
@@ -275,8 +346,8 @@ static int run_round(struct round *o, struct err *e)
 		       rows_at(x->came, d->compute, o->came, o->r->in),
 		       rows_at(x->ids, DT_I32, o->came, 1),
 		       rows_at(x->weights, DT_F32, o->came, 1), &t->experts, false);
-	if (d->be->sync(d, e) || travel(x, x->back, x->send, x->out, x->receive,
-					(uint64_t)o->r->out * sizeof(float), e))
+	if (travel_rows(x, rows_at(x->back, DT_F32, o->sent, o->r->out), x->send,
+			rows_at(x->out, DT_F32, o->came, o->r->out), x->receive, e))
 		return -1;
 	if (!t->experts.weight_after_down)
 		weights.p = NULL;

@@ -7,6 +7,9 @@
  * It goes in rounds of tokens, as many as leave no rank with more than `rows` rows: the ranks tell
  * each other how many rows go where, and halve the round together until it fits. A rank without
  * tokens takes part with its experts.
+ *
+ * Where the device's memory is the host's, transports take it. Else they take the device's own
+ * (device_buffers), or rows go by copies in host memory.
  */
 #ifndef DSPARK_EXCHANGE_H
 #define DSPARK_EXCHANGE_H
@@ -18,7 +21,10 @@
 struct comm;
 struct err;
 
+enum exchange_way { EXCHANGE_HOST, EXCHANGE_DEVICE, EXCHANGE_STAGED };
+
 struct exchange {
+	enum exchange_way way;
 	struct device *dev;
 	struct comm *ep;		/* the ranks that hold all experts between them, in order */
 	struct routing most;		/* largest sizes of any layer */
@@ -26,9 +32,11 @@ struct exchange {
 
 	/* device memory */
 	void *index, *sent, *came, *ids, *weights, *out, *back, *place;
+	void *sent_ids, *sent_weights;	/* of rows that are sent, where the device's memory goes */
 	/* host memory */
 	int32_t *host_ids, *host_place, *host_index;
 	float *host_weights;
+	void *stage_in, *stage_out;	/* of staged rows */
 	struct exchange_slot *slot_sent, *slot_came;
 	int64_t *matrix, *mine;		/* counts of all ranks, and as many copies of this rank's */
 	int64_t *send, *receive;	/* [ranks] */

@@ -39,6 +39,12 @@ struct part {
 	int64_t from;      /* row of the source's entry */
 	int member;        /* -1 = not gathered */
 	uint64_t wire;     /* where its bytes lie there */
+	uint64_t scales;   /* and its scales */
+};
+
+/* Where the scales of a member's pieces lie on the wire. */
+struct stretch {
+	uint64_t at, bytes;
 };
 
 struct load {
@@ -54,6 +60,8 @@ struct load {
 	int busy;  /* threads that have a piece */
 	char *wire;
 	uint64_t wire_bytes;
+	struct stretch *scales; /* [members] */
+	char **strips;          /* [members] host copies of them, if the wire is not the host's */
 	uint64_t *len, total, own; /* bytes of each part, of all, and before this rank's */
 	struct comm_request request;
 	bool started;
@@ -73,6 +81,7 @@ struct loader {
 	bool ending;
 	struct load *loads; /* in the order they were asked for */
 	struct held *held;  /* [entries of the stage]; NULL = nothing stays there */
+	bool apart;         /* the wire is device memory */
 	char *wire;         /* of the load before: pages that need not be cleared again */
 	uint64_t wire_bytes;
 	uint64_t read;
@@ -199,11 +208,17 @@ static int64_t strips(const struct part *p)
 	return weight_grid_row(p->source, p->from + p->rows - 1) - first_strip(p) + 1;
 }
 
+static uint64_t scale_bytes(const struct part *p)
+{
+	const struct entry *scale = p->source->scale;
+
+	return scale ? (uint64_t)strips(p) * entry_row_bytes(scale) : 0;
+}
+
+/* Of a piece by itself: its scales stand behind its rows. */
 static uint64_t piece_bytes(const struct load *x, const struct part *p)
 {
-	if (!p->source->scale)
-		return data_bytes(x, p);
-	return scales_at(x, p) + (uint64_t)strips(p) * entry_row_bytes(p->source->scale);
+	return scales_at(x, p) + scale_bytes(p);
 }
 
 /* Pieces of gate and up go in step: either may end where the other has to. */
@@ -214,6 +229,21 @@ uint64_t loader_scale_bytes(uint64_t grids, uint64_t strip, uint64_t bytes, int 
 	return grids + pieces * (2 * strip + ALIGN);
 }
 
+static void *wire_alloc(struct loader *l, uint64_t bytes, struct err *e)
+{
+	struct device *d = l->w->dev;
+
+	return l->apart ? d->be->alloc(d, bytes, e) : mem_aligned(bytes, e);
+}
+
+static void wire_free(struct loader *l, char *wire)
+{
+	if (l->apart)
+		l->w->dev->be->free(l->w->dev, wire);
+	else
+		free(wire);
+}
+
 /* Only the loader's thread has the buffer that waits. */
 static int take_wire(struct loader *l, struct load *x, struct err *e)
 {
@@ -221,8 +251,8 @@ static int take_wire(struct loader *l, struct load *x, struct err *e)
 		x->wire = l->wire;
 		x->wire_bytes = l->wire_bytes;
 	} else {
-		free(l->wire);
-		x->wire = mem_aligned(x->total, e);
+		wire_free(l, l->wire);
+		x->wire = wire_alloc(l, x->total, e);
 		x->wire_bytes = x->total;
 	}
 	l->wire = NULL;
@@ -236,25 +266,41 @@ static void give_wire(struct loader *l, struct load *x)
 	x->wire = NULL;
 }
 
+/* A member's part: first what its rows are, then their scales. */
+static void lay_part(struct load *x, int member)
+{
+	uint64_t begin = x->total;
+
+	for (size_t i = 0; i < x->npieces; i++) {
+		if (x->piece[i].member != member)
+			continue;
+		x->piece[i].wire = x->total;
+		x->total += scales_at(x, &x->piece[i]);
+	}
+	x->scales[member].at = x->total;
+	for (size_t i = 0; i < x->npieces; i++) {
+		if (x->piece[i].member != member)
+			continue;
+		x->piece[i].scales = x->total;
+		x->total += scale_bytes(&x->piece[i]);
+	}
+	x->scales[member].bytes = x->total - x->scales[member].at;
+	x->total = (x->total + ALIGN - 1) / ALIGN * ALIGN;
+	x->len[member] = x->total - begin;
+}
+
 static int lay_wire(struct loader *l, struct load *x, struct err *e)
 {
 	int n = x->u->members;
 
 	x->len = mem_calloc((size_t)n, sizeof *x->len, e);
-	if (!x->len)
+	x->scales = mem_calloc((size_t)n, sizeof *x->scales, e);
+	if (!x->len || !x->scales)
 		return -1;
 	for (int m = 0; m < n; m++) {
-		uint64_t begin = x->total;
-
 		if (m == rank_in(x->u))
-			x->own = begin;
-		for (size_t i = 0; i < x->npieces; i++) {
-			if (x->piece[i].member != m)
-				continue;
-			x->piece[i].wire = x->total;
-			x->total += (piece_bytes(x, &x->piece[i]) + ALIGN - 1) / ALIGN * ALIGN;
-		}
-		x->len[m] = x->total - begin;
+			x->own = x->total;
+		lay_part(x, m);
 	}
 	return take_wire(l, x, e);
 }
@@ -321,7 +367,7 @@ static int fetch_bytes(struct loader *l, const struct load *x, const struct part
 }
 
 static int fetch(struct loader *l, const struct load *x, const struct part *p, char *to,
-		 struct err *e)
+		 char *scales, struct err *e)
 {
 	const struct entry *scale = p->source->scale;
 	uint64_t strip = scale ? entry_row_bytes(scale) : 0;
@@ -329,7 +375,7 @@ static int fetch(struct loader *l, const struct load *x, const struct part *p, c
 	if (fetch_bytes(l, x, p, p->source->entry, entry_offset(x, p), data_bytes(x, p), to, e))
 		return -1;
 	return scale ? fetch_bytes(l, x, p, scale, (uint64_t)(first_strip(p) - scale->row0) * strip,
-				   (uint64_t)strips(p) * strip, to + scales_at(x, p), e)
+				   scale_bytes(p), scales, e)
 		     : 0;
 }
 
@@ -349,18 +395,17 @@ static char *room_for(struct room *r, size_t n, struct err *e)
 	return r->p;
 }
 
-/* The scales of row i of a piece whose bytes are at `from`. */
-static const char *scales_of(const struct load *x, const struct part *p, const char *from,
-			     int64_t i)
+/* Of those of a piece, the scales of its row i. */
+static const char *scales_of(const struct part *p, const char *scales, int64_t i)
 {
 	int64_t strip = weight_grid_row(p->source, p->from + i) - first_strip(p);
 
-	return from + scales_at(x, p) + (uint64_t)strip * entry_row_bytes(p->source->scale);
+	return scales + (uint64_t)strip * entry_row_bytes(p->source->scale);
 }
 
 /* Codes stay codes where all of the weight is packed alike, else they become numbers here. */
 static int fill_packed(struct loader *l, const struct load *x, const struct part *p,
-		       const char *from, struct room *made, struct err *e)
+		       const char *from, const char *scales, struct room *made, struct err *e)
 {
 	struct device *d = l->w->dev;
 	struct weight *w = &x->weight[p->which];
@@ -371,13 +416,13 @@ static int fill_packed(struct loader *l, const struct load *x, const struct part
 	char *to = room_for(made, (size_t)p->rows * each, e);
 
 	for (int64_t i = 0; to && i < p->rows; i++) {
-		const char *scales = scales_of(x, p, from, i);
+		const char *own = scales_of(p, scales, i);
 
 		if (w->quant)
-			memcpy(to + (uint64_t)i * each, scales, strip);
+			memcpy(to + (uint64_t)i * each, own, strip);
 		else
 			quant_values((float *)(to + (uint64_t)i * each), q,
-				     from + (uint64_t)i * codes, scales, w->cols);
+				     from + (uint64_t)i * codes, own, w->cols);
 	}
 	if (!to)
 		return -1;
@@ -387,12 +432,12 @@ static int fill_packed(struct loader *l, const struct load *x, const struct part
 }
 
 static int fill(struct loader *l, struct load *x, const struct part *p, const char *from,
-		struct room *made, struct err *e)
+		const char *scales, struct room *made, struct err *e)
 {
 	struct device *d = l->w->dev;
 
 	if (p->source->quant)
-		return fill_packed(l, x, p, from, made, e);
+		return fill_packed(l, x, p, from, scales, made, e);
 	return d->be->weight_fill(d, &x->weight[p->which], p->index, p->row, p->rows, from,
 				  p->source->entry->dtype, NULL, e);
 }
@@ -410,17 +455,53 @@ static struct part *next_piece(struct load *x)
 	return NULL;
 }
 
+/* Onto a wire that is the device's. */
+static int send_piece(struct loader *l, struct load *x, const struct part *p, const char *from,
+		      struct err *e)
+{
+	struct device *d = l->w->dev;
+
+	if (d->be->move(d, x->wire + p->wire, from, data_bytes(x, p), e))
+		return -1;
+	return p->source->scale ? d->be->move(d, x->wire + p->scales, from + scales_at(x, p),
+					      scale_bytes(p), e)
+				: 0;
+}
+
+/* From the wire. Where that is the device's, codes that become numbers come to the host again. */
+static int fill_gathered(struct loader *l, struct load *x, const struct part *p,
+			 struct room room[2], struct err *e)
+{
+	struct device *d = l->w->dev;
+	const char *from = x->wire + p->wire, *scales = x->wire + p->scales;
+	char *codes;
+
+	if (!l->apart)
+		return fill(l, x, p, from, scales, &room[1], e);
+	if (p->source->scale)
+		scales = x->strips[p->member] + (p->scales - x->scales[p->member].at);
+	if (!p->source->quant || x->weight[p->which].quant)
+		return fill(l, x, p, from, scales, &room[1], e);
+	codes = room_for(&room[0], data_bytes(x, p), e);
+	if (!codes || d->be->move(d, codes, from, data_bytes(x, p), e))
+		return -1;
+	return fill(l, x, p, codes, scales, &room[1], e);
+}
+
 static int one_piece(struct loader *l, struct load *x, const struct part *p, bool filling,
 		     struct room room[2], struct err *e)
 {
 	char *to;
 
-	if (!filling)
-		return fetch(l, x, p, x->wire + p->wire, e);
-	if (p->member >= 0)
-		return fill(l, x, p, x->wire + p->wire, &room[1], e);
+	if (!filling && !l->apart)
+		return fetch(l, x, p, x->wire + p->wire, x->wire + p->scales, e);
+	if (filling && p->member >= 0)
+		return fill_gathered(l, x, p, room, e);
 	to = room_for(&room[0], piece_bytes(x, p), e);
-	return !to || fetch(l, x, p, to, e) ? -1 : fill(l, x, p, to, &room[1], e);
+	if (!to || fetch(l, x, p, to, to + scales_at(x, p), e))
+		return -1;
+	return filling ? fill(l, x, p, to, to + scales_at(x, p), &room[1], e)
+		       : send_piece(l, x, p, to, e);
 }
 
 /* Takes pieces of the load's present state until none is left. */
@@ -536,6 +617,23 @@ static void ask_ahead(struct loader *l, const struct load *x)
 	}
 }
 
+/* All scales: whoever fills weights gets theirs row by row, from host memory. */
+static int fetch_strips(struct loader *l, struct load *x, struct err *e)
+{
+	struct device *d = l->w->dev;
+
+	x->strips = mem_calloc((size_t)x->u->members, sizeof *x->strips, e);
+	for (int m = 0; x->strips && m < x->u->members; m++) {
+		const struct stretch *s = &x->scales[m];
+
+		x->strips[m] = s->bytes ? mem_aligned(s->bytes, e) : NULL;
+		if (s->bytes &&
+		    (!x->strips[m] || d->be->move(d, x->strips[m], x->wire + s->at, s->bytes, e)))
+			return -1;
+	}
+	return x->strips ? 0 : -1;
+}
+
 static int gather(struct loader *l, struct load *x, struct err *e)
 {
 	double start;
@@ -551,7 +649,7 @@ static int gather(struct loader *l, struct load *x, struct err *e)
 	l->gathering += log_seconds() - start;
 	l->making -= log_seconds() - start;
 	pthread_mutex_unlock(&l->lock);
-	return rc;
+	return rc || !l->apart ? rc : fetch_strips(l, x, e);
 }
 
 static int alloc_weights(struct loader *l, struct load *x, struct err *e)
@@ -628,6 +726,12 @@ static void *loads(void *arg)
 
 /* ---- the caller's side ----------------------------------------------------------------------- */
 
+/* Its transport takes the device's own memory, and no other. */
+static bool on_device(const struct comm *c)
+{
+	return c && c->t && c->t->device_buffers;
+}
+
 int loader_open(struct loader **out, struct weights *w, struct err *e)
 {
 	struct loader *l = mem_calloc(1, sizeof *l, e);
@@ -636,6 +740,8 @@ int loader_open(struct loader **out, struct weights *w, struct err *e)
 	if (!l)
 		return -1;
 	l->w = w;
+	l->apart = !w->dev->be->host_memory &&
+		   (on_device(w->o.rows) || on_device(w->o.experts));
 	if (w->o.residency == WEIGHTS_GATHER && !w->o.keep) {
 		l->held = mem_calloc(w->stage->nentries, sizeof *l->held, e);
 		if (!l->held) {
@@ -665,7 +771,11 @@ static void load_free(struct loader *l, struct load *x)
 	for (size_t i = 0; x->weight && i < x->u->n; i++)
 		d->be->weight_free(d, &x->weight[i]);
 	if (!x->request.state)
-		free(x->wire);
+		wire_free(l, x->wire);
+	for (int m = 0; x->strips && m < x->u->members; m++)
+		free(x->strips[m]);
+	free(x->strips);
+	free(x->scales);
 	free(x->weight);
 	free(x->piece);
 	free(x->len);
@@ -689,7 +799,7 @@ void loader_free(struct loader *l)
 	for (size_t i = 0; l->held && i < l->w->stage->nentries; i++)
 		free(l->held[i].p);
 	free(l->held);
-	free(l->wire);
+	wire_free(l, l->wire);
 	pthread_mutex_destroy(&l->lock);
 	pthread_cond_destroy(&l->turn);
 	free(l);

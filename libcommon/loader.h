@@ -12,8 +12,11 @@
  * cache; a caller that has to wait takes pieces too, with all threads of the device.
  *
  * The wire holds the parts of the members one behind the other, each the pieces of the rows that
- * the member holds, as stored, in the order of the walk. Behind the codes of a piece stand the rows
- * of its tensor's grid that it needs: who receives codes needs no grid of his own.
+ * the member holds, as stored, in the order of the walk. Behind the pieces stand the rows of the
+ * tensors' grids that they need, piece by piece: who receives codes needs no grid of his own.
+ *
+ * The wire is the device's memory where the transport takes that (device_buffers) and it is not the
+ * host's: parts go there piece by piece, the weights are filled from it, and only grids come back.
  */
 #ifndef DSPARK_LOADER_H
 #define DSPARK_LOADER_H

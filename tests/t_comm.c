@@ -4,6 +4,9 @@
  * of MPI on 1 to 4 ranks with counts of zero and transfers that are cut, and how waiting ends when
  * a rank stays away. The program starts itself under $MPIEXEC as `t_comm ranks`: there each rank
  * checks, rank 0 prints. `t_comm dog HOW` is a process with a watchdog.
+ *
+ * Built with HAVE_NCCL (tests/cuda/t_comm, over the emulated runtime and the stand-in for NCCL) it
+ * does the same with NCCL, starting ranks as torchrun does, by environment variables.
  */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
@@ -16,6 +19,10 @@
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
+
+#ifdef HAVE_NCCL
+#include <cuda_runtime.h>
+#endif
 
 #include "err.h"
 #include "kernels.h"
@@ -34,7 +41,8 @@ static void doze(long ms)
 
 static const char *const names[] = {
 	"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
-	"OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE",
+	"OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK",
+	"OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALRANKID", "MV2_COMM_WORLD_SIZE",
 	"PMI_SIZE", "PMI_RANK", "PMIX_RANK", "MPI_LOCALNRANKS", "SLURM_PROCID",
 	"SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID",
 	"SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE",
@@ -88,7 +96,19 @@ static void test_environments(void)
 		  "auto", -1, "5/6 1/3 0", "started by a Slurm step cannot" },
 		{ "SLURM_PROCID=5 SLURM_STEP_NUM_TASKS=6 SLURM_LOCALID=3", "auto", -1, "5/6 3/4 0",
 		  "a Slurm step" },
+#ifdef HAVE_NCCL
+		{ "", "nccl", -1, "0/1 0/1 1", NULL },
+		{ "RANK=3 WORLD_SIZE=8 LOCAL_RANK=1", "nccl", -1, "3/8 1/2 0", "torchrun" },
+		{ "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1 "
+		  "OMPI_COMM_WORLD_LOCAL_SIZE=2",
+		  "nccl", -1, "1/2 1/2 0", "an MPI launcher" },
+		{ "PMI_RANK=1 PMI_SIZE=4 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=2", "nccl", -1,
+		  "1/4 0/2 0", "an MPI launcher" },
+		{ "SLURM_PROCID=5 SLURM_STEP_NUM_TASKS=6 SLURM_LOCALID=3", "nccl", -1, "5/6 3/4 0",
+		  "a Slurm step" },
+#else
 		{ "", "nccl", -1, "!nccl", NULL },
+#endif
 		{ "", "tcp", -1, "!unknown", NULL },
 	};
 
@@ -254,6 +274,43 @@ static unsigned char *message(int from, int to, uint64_t n)
 	return p;
 }
 
+/* Zeroed memory that the transport's all-gather and alltoallv take. */
+static void *room(struct comm *c, uint64_t n)
+{
+	void *p = NULL;
+
+#ifdef HAVE_NCCL
+	if (c->t->device_buffers)
+		cudaMalloc(&p, n + 1);
+	else
+#endif
+		p = malloc(n + 1);
+	(void)c;
+	memset(p, 0, n + 1);
+	return p;
+}
+
+static void drop(struct comm *c, void *p)
+{
+#ifdef HAVE_NCCL
+	if (c->t->device_buffers) {
+		cudaFree(p);
+		return;
+	}
+#endif
+	(void)c;
+	free(p);
+}
+
+static unsigned char *message_in(struct comm *c, int from, int to, uint64_t n)
+{
+	unsigned char *p = room(c, n), *m = message(from, to, n);
+
+	memcpy(p, m, n);
+	free(m);
+	return p;
+}
+
 static bool arrived(const unsigned char *p, int from, int to, uint64_t n)
 {
 	for (uint64_t i = 0; i < n; i++)
@@ -338,8 +395,8 @@ static bool begin(struct comm *c, struct parts_test *t, uint64_t n, enum parts h
 	memcpy(len, t->len, sizeof len);
 	for (int r = 0; r < c->rank; r++)
 		before += len[r];
-	t->in = message(c->rank, 9, len[c->rank]);
-	t->out = calloc(t->sum + 1, 1);
+	t->in = message_in(c, c->rank, 9, len[c->rank]);
+	t->out = room(c, t->sum);
 	t->out[t->sum] = 0xa5;
 	if (in_place)
 		memcpy(t->out + before, t->in, len[c->rank]);
@@ -359,8 +416,8 @@ static bool good_end(struct comm *c, struct parts_test *t, bool wait)
 	for (int r = 0; good && r < c->world; p += t->len[r++])
 		good = arrived(p, r, 9, t->len[r]);
 	good = good && *p == 0xa5;
-	free(t->in);
-	free(t->out);
+	drop(c, t->in);
+	drop(c, t->out);
 	return good;
 }
 
@@ -388,8 +445,8 @@ static void check_alltoallv(struct comm *c, int64_t most, uint64_t row)
 		nto += to[r] = rows_of(c->rank, r, most);
 		nfrom += from[r] = rows_of(r, c->rank, most);
 	}
-	in = malloc((uint64_t)nto * row + 1);
-	out = calloc((uint64_t)nfrom * row + 1, 1);
+	in = room(c, (uint64_t)nto * row);
+	out = room(c, (uint64_t)nfrom * row);
 	for (int64_t r = 0, at = 0; r < c->world; at += to[r++])
 		for (uint64_t i = 0; i < (uint64_t)to[r] * row; i++)
 			in[(uint64_t)at * row + i] = byte_of(c->rank, (int)r, i);
@@ -397,8 +454,8 @@ static void check_alltoallv(struct comm *c, int64_t most, uint64_t row)
 	for (int64_t r = 0, at = 0; good && r < c->world; at += from[r++])
 		good = arrived(out + (uint64_t)at * row, (int)r, c->rank, (uint64_t)from[r] * row);
 	all_ok(c, good, "alltoallv");
-	free(in);
-	free(out);
+	drop(c, in);
+	drop(c, out);
 }
 
 /* Three under way at once, other calls between them; ended in another order, one only tested. */
@@ -455,7 +512,7 @@ enum late { LATE_BARRIER, LATE_ROWS, LATE_PARTS, LATE_GATHER, LATE_STOP, LATES }
 
 /* What they are late for goes on after the wait for it has ended, so it stays until the end. */
 static struct comm late[LATES];
-static unsigned char late_buf[LATES][3][64];
+static unsigned char *late_buf[LATES][2];
 static struct comm_request late_parts;
 static volatile sig_atomic_t stop;
 
@@ -472,7 +529,7 @@ static int come(struct comm *c, enum late what, struct err *e)
 {
 	static const int64_t rows[8] = { 1, 1, 1, 1, 1, 1, 1, 1 };
 	static const uint64_t len[8] = { 8, 8, 8, 8, 8, 8, 8, 8 };
-	unsigned char(*buf)[64] = late_buf[what];
+	unsigned char **buf = late_buf[what];
 	static uint64_t n[8];
 	char *out[8] = { NULL };
 	bool done;
@@ -512,7 +569,7 @@ static bool told_late(const struct err *e, enum late what, int world_size)
 	else
 		snprintf(who, sizeof who, "rank %d has not answered: look at that rank",
 			 world_size - 1);
-	if (what == LATE_BARRIER)
+	if (what == LATE_BARRIER || !strcmp(world.t->name, "nccl")) /* NCCL names nobody */
 		snprintf(who, sizeof who, "look at the other ranks");
 	snprintf(want, sizeof want, " s for %s", names[what]);
 	return e->code == EXIT_FAILED && sscanf(e->text, "waited %lf%n", &seconds, &n) == 1 &&
@@ -527,7 +584,7 @@ static bool fails_late(struct comm *c, enum late what)
 	bool good;
 
 	if (what == LATE_GATHER && c->rank != LATE_ROOT(c)) /* what it gave may be on its way */
-		return !come(c, what, &failure);
+		return !come(c, what, &e) || told_late(&e, what, c->world);
 
 	if (what == LATE_STOP) {
 		signal(SIGALRM, on_alarm);
@@ -555,6 +612,8 @@ static void check_late(struct comm *c)
 
 	for (int what = 0; what < LATES; what++) {
 		good = good && !c->t->split(c, &late[what], 0, -c->rank, &failure);
+		late_buf[what][0] = room(c, 64);
+		late_buf[what][1] = room(c, 64);
 		late[what].timeout = away || what == LATE_STOP ? 100 : 0.3;
 		late[what].stop = what == LATE_STOP ? &stop : NULL;
 	}
@@ -599,21 +658,44 @@ static void check_sleep(struct comm *c)
 	all_ok(c, used < 0.2, "waiting ranks sleep");
 }
 
+/* Of MPI, or where `t_comm WHAT nccl` is a rank, of NCCL. */
+static int open_ranks(int argc, char **argv, double timeout)
+{
+	static struct watchdog dog;
+	const char *name = argc > 2 ? argv[2] : "auto";
+
+	log_program("t_comm");
+	if (watchdog_start(&dog, 100, NULL, &failure) ||
+	    comm_open(&world, name, -1, &argc, &argv, &failure))
+		return -1;
+	world.dog = &dog;
+	world.timeout = timeout;
+	world.stop = &stop;
+	if (strcmp(name, "nccl"))
+		return 0;
+	return comm_connect_nccl(&world, getenv("T_COMM_DIR"), "plan", &failure);
+}
+
+static void end_ranks(void)
+{
+	struct watchdog *dog = world.dog;
+
+	world.t->close(&world);
+	watchdog_stop(dog);
+}
+
 static int ranks(int argc, char **argv)
 {
 	static const uint64_t cuts[] = { 1 << 30, 64, 7 };
-	static struct watchdog dog;
+	const char *name = argc > 2 ? argv[2] : "mpi";
 
-	if (comm_open(&world, "auto", -1, &argc, &argv, &failure) ||
-	    watchdog_start(&dog, 100, NULL, &failure)) {
+	if (open_ranks(argc, argv, 100)) {
 		printf("not ok 1 - open: %s\n", failure.text);
 		return 1;
 	}
-	world.dog = &dog;
-	world.timeout = 100;
-	world.stop = &stop;
 	for (size_t i = 0; i < sizeof cuts / sizeof cuts[0]; i++) {
-		comm_cut = cuts[i];
+		/* the stand-in for NCCL takes a millisecond for a round */
+		comm_cut = strcmp(name, "nccl") || i == 0 ? cuts[i] : 20 * cuts[i];
 		check_all(&world);
 	}
 	check_handed_on(&world);
@@ -623,42 +705,340 @@ static int ranks(int argc, char **argv)
 	check_sleep(&world);
 	all_ok(&world,
 	       world.local_size == world.world && world.local_rank < world.local_size &&
-		       !strcmp(world.t->name, "mpi"),
+		       !strcmp(world.t->name, name),
 	       "all on this host");
 	if (world.rank == 0)
 		tap_end();
-	for (int what = 0; what < LATES; what++)
+	for (int what = 0; what < LATES; what++) {
+		drop(&world, late_buf[what][0]);
+		drop(&world, late_buf[what][1]);
 		if (late[what].t)
 			late[what].t->close(&late[what]);
-	world.t->close(&world);
-	watchdog_stop(&dog);
+	}
+	end_ranks();
 	return tap_failed != 0;
 }
 
 /* One rank aborts while the others wait: all must end, with its code. */
 static int doomed(int argc, char **argv)
 {
-	if (comm_open(&world, "mpi", -1, &argc, &argv, &failure))
+	if (open_ranks(argc, argv, 100))
 		return 1;
-	if (world.rank == world.world - 1)
+	if (world.rank == world.world - 1) {
 		world.t->abort(&world, 3);
-	world.t->barrier(&world, &failure);
-	world.t->close(&world);
+		return 3; /* of a transport that comes back */
+	}
+	if (world.t->barrier(&world, &failure) &&
+	    (strstr(failure.text, "rank 2 has failed, while this one waited for a barrier") ||
+	     strstr(failure.text, "a barrier failed in NCCL: remote process"))) {
+		world.t->abort(&world, 3);
+		end_ranks();
+		return 3;
+	}
 	return 0;
 }
 
 /* One rank is stopped while the others wait: they give up, and end it with them. */
 static int frozen(int argc, char **argv)
 {
-	if (comm_open(&world, "mpi", -1, &argc, &argv, &failure))
+	if (open_ranks(argc, argv, 100))
 		return 1;
 	if (world.rank == world.world - 1)
 		raise(SIGSTOP);
 	world.timeout = 0.3;
-	if (world.t->barrier(&world, &failure) && strstr(failure.text, "for a barrier"))
-		world.t->abort(&world, 3);
-	return 1;
+	if (!world.t->barrier(&world, &failure) || !strstr(failure.text, "for a barrier"))
+		return 1;
+	world.t->abort(&world, 3);
+	return 3;
 }
+
+#ifdef HAVE_NCCL
+/* ---- ranks of NCCL, started as torchrun starts them ------------------------------------------ */
+
+/* One rank is killed in the middle of a transfer; NCCL may notice, or not. */
+static int killed(int argc, char **argv)
+{
+	bool deaf = getenv("NCCL_STANDIN") != NULL;
+	const char *said = deaf ? "s for a barrier" : "failed in NCCL: remote process";
+
+	if (open_ranks(argc, argv, deaf ? 0.5 : 100))
+		return 1;
+	if (world.t->barrier(&world, &failure))
+		return 1;
+	if (world.rank == world.world - 1)
+		raise(SIGKILL);
+	if (!world.t->barrier(&world, &failure))
+		return 1;
+	/* who is told by another that the run has ended has not to find out by itself */
+	if (!strstr(failure.text, said) && !strstr(failure.text, "has failed, while"))
+		return 1;
+	world.t->abort(&world, 3);
+	end_ranks();
+	return 3;
+}
+
+/* An all-gather is under way when the rank fails: its memory may go after abort. */
+static int halfway(int argc, char **argv)
+{
+	struct parts_test t;
+
+	if (open_ranks(argc, argv, 0.5))
+		return 1;
+	if (world.rank == world.world - 1)
+		pause();
+	if (!begin(&world, &t, 5000, UNEQUAL, false))
+		return 1;
+	if (good_end(&world, &t, true))
+		return 1;
+	world.t->abort(&world, 3);
+	return 3;
+}
+
+/* Connects, and says how that went. */
+static int meets(int argc, char **argv)
+{
+	int64_t v = 1;
+
+	if (open_ranks(argc, argv, getenv("T_COMM_PATIENT") ? 50 : 1.5)) {
+		log_error("%s", failure.text);
+		return 3;
+	}
+	world.timeout = 20;
+	if (world.t->allreduce(&world, &v, 1, COMM_SUM, &failure) || v != world.world)
+		return 1;
+	end_ranks();
+	return 0;
+}
+
+/* What a start consists of. */
+struct start {
+	const char *what, *port, *restart;
+	int n, missing;			/* the rank that is not started, -1 = none */
+	pid_t pid[8];
+	FILE *said[8];
+};
+
+static pid_t start_rank(const struct start *s, const char *self, int rank, FILE *said)
+{
+	char number[16], world_size[16];
+	pid_t pid = fork();
+
+	if (pid)
+		return pid;
+	snprintf(number, sizeof number, "%d", rank);
+	snprintf(world_size, sizeof world_size, "%d", s->n);
+	setenv("RANK", number, 1);
+	setenv("LOCAL_RANK", number, 1);
+	setenv("WORLD_SIZE", world_size, 1);
+	setenv("LOCAL_WORLD_SIZE", world_size, 1);
+	setenv("MASTER_ADDR", "127.0.0.1", 1);
+	setenv("MASTER_PORT", s->port ? s->port : "29500", 1);
+	setenv("TORCHELASTIC_RUN_ID", "none", 1);
+	setenv("TORCHELASTIC_RESTART_COUNT", s->restart ? s->restart : "0", 1);
+	dup2(fileno(said), STDOUT_FILENO);
+	dup2(fileno(said), STDERR_FILENO);
+	alarm(100);
+	execl(self, self, s->what, "nccl", (char *)NULL);
+	_exit(127);
+}
+
+static void start(struct start *s, const char *self)
+{
+	for (int r = 0; r < s->n; r++) {
+		s->said[r] = tmpfile();
+		s->pid[r] = r == s->missing ? -1 : start_rank(s, self, r, s->said[r]);
+	}
+}
+
+static void end_start(struct start *s, int sig)
+{
+	for (int r = 0; r < s->n; r++)
+		if (s->pid[r] > 0)
+			kill(s->pid[r], sig);
+}
+
+/* Waits for rank r: its exit status, 128 and more for a signal. */
+static int ended(struct start *s, int r)
+{
+	int status = 0;
+
+	if (s->pid[r] < 0 || waitpid(s->pid[r], &status, 0) != s->pid[r])
+		return -1;
+	s->pid[r] = -1;
+	return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+}
+
+/* All ranks' statuses in one number, 9 for a signal: 33 = two ranks ended with 3. */
+static int ends(struct start *s)
+{
+	int all = 0;
+
+	for (int r = 0; r < s->n; r++) {
+		int code = ended(s, r);
+
+		if (code >= 0)
+			all = 10 * all + (code > 8 ? 9 : code);
+	}
+	return all;
+}
+
+static bool says(struct start *s, int r, const char *words)
+{
+	char text[4096];
+	size_t n;
+
+	rewind(s->said[r]);
+	n = fread(text, 1, sizeof text - 1, s->said[r]);
+	text[n] = '\0';
+	if (strstr(text, words))
+		return true;
+	printf("# rank %d says: %s\n", r, text);
+	return false;
+}
+
+/* What rank 0 of `ranks` says is part of what this program says. */
+static void show(struct start *s, int r)
+{
+	char line[1024];
+
+	rewind(s->said[r]);
+	while (fgets(line, sizeof line, s->said[r]))
+		if (strncmp(line, "ok ", 3) && strncmp(line, "1..", 3))
+			printf("# %s", line);
+}
+
+static void release(struct start *s)
+{
+	for (int r = 0; r < s->n; r++)
+		if (s->said[r])
+			fclose(s->said[r]);
+}
+
+/* Files that are left in the directory, but for those that tell of an end. */
+static int left_in(const char *dir)
+{
+	char command[4096];
+	int n = -1;
+	FILE *f;
+
+	snprintf(command, sizeof command, "ls -A '%s' | grep -c 'start[.][0-9]*[.]0$'", dir);
+	f = popen(command, "r");
+	if (!f || fscanf(f, "%d", &n) != 1)
+		n = -1;
+	if (f)
+		pclose(f);
+	return n;
+}
+
+static void run_start(const char *self, const char *what, int n, int want, const char *name)
+{
+	struct start s = { .what = what, .n = n, .missing = -1 };
+	int got;
+
+	start(&s, self);
+	got = ends(&s);
+	for (int r = 0; got != want && r < n; r++)
+		show(&s, r);
+	is_int(got, want, "nccl: %s", name);
+	release(&s);
+}
+
+static void test_faults(const char *self, const char *dir)
+{
+	struct start lonely = { .what = "meets", .n = 3, .missing = 2 },
+		     headless = { .what = "meets", .n = 2, .missing = 0 },
+		     frozen_one = { .what = "frozen", .n = 3, .missing = -1 },
+		     half = { .what = "halfway", .n = 3, .missing = -1 };
+
+	run_start(self, "doomed", 3, 333, "a rank that fails ends all");
+	run_start(self, "killed", 3, 339, "a rank that is killed is noticed");
+	setenv("NCCL_STANDIN", "deaf", 1);
+	run_start(self, "doomed", 3, 333, "also where NCCL does not notice");
+	run_start(self, "killed", 3, 339, "or given up");
+	unsetenv("NCCL_STANDIN");
+
+	start(&frozen_one, self);
+	is_int(ended(&frozen_one, 0), 3, "nccl: ranks that wait for a stopped one give up");
+	end_start(&frozen_one, SIGKILL);
+	ends(&frozen_one);
+	start(&half, self);
+	is_int(ended(&half, 0), 3, "nccl: and end an all-gather that is under way");
+	end_start(&half, SIGKILL);
+	ends(&half);
+
+	start(&lonely, self);
+	is_int(ends(&lonely), 33, "nccl: a rank that never comes");
+	ok(says(&lonely, 0, "rank 2 has not shown up in '") &&
+		   says(&lonely, 1, "waited 1.5 s for the connection of all ranks"),
+	   "nccl: is named");
+	start(&headless, self);
+	is_int(ends(&headless), 3, "nccl: rank 0 never comes");
+	ok(says(&headless, 1, "rank 0 has not been found in '"), "nccl: is named, too");
+	is_int(left_in(dir), 0, "nccl: no rank that gave up has left anything");
+	release(&lonely);
+	release(&headless);
+	release(&frozen_one);
+	release(&half);
+}
+
+/* Ranks that are killed while they connect leave files; those after them do not take these. */
+static void test_starts(const char *self, const char *dir)
+{
+	struct start dead = { .what = "meets", .n = 3, .missing = 2 },
+		     one = { .what = "meets", .n = 3, .missing = -1 },
+		     other = { .what = "meets", .n = 3, .missing = -1, .port = "29501" },
+		     again = { .what = "meets", .n = 2, .missing = -1, .restart = "1" };
+
+	setenv("T_COMM_PATIENT", "1", 1);
+	start(&dead, self);
+	for (int i = 0; i < 1000 && left_in(dir) < 2; i++)
+		doze(20);
+	end_start(&dead, SIGKILL);
+	is_int(ends(&dead), 99, "nccl: ranks are killed while they connect");
+	is_int(left_in(dir), 2, "nccl: and leave files");
+	start(&one, self);
+	is_int(ends(&one), 0, "nccl: the next start is not misled by them");
+	is_int(left_in(dir), 0, "nccl: and leaves none");
+	release(&one);
+	start(&one, self);
+	start(&other, self);
+	start(&again, self);
+	is_int(ends(&one) + ends(&other) + ends(&again), 0,
+	       "nccl: three starts at once in one directory");
+	release(&dead);
+	release(&one);
+	release(&other);
+	release(&again);
+	setenv("NCCL_COMM_ID", dir, 1);
+	run_start(self, "meets", 3, 0, "NCCL_COMM_ID takes the place of the directory");
+	unsetenv("NCCL_COMM_ID");
+}
+
+/* The stand-in lies beside this program. */
+static void test_nccl(const char *self)
+{
+	char dir[] = "/tmp/t_comm.XXXXXX", libraries[4096], command[64];
+	const char *end = strrchr(self, '/');
+
+	if (!end || !mkdtemp(dir)) {
+		ok(false, "nccl: a directory of its own");
+		return;
+	}
+	snprintf(libraries, sizeof libraries, "%.*s", (int)(end - self), self);
+	setenv("LD_LIBRARY_PATH", libraries, 1);
+	setenv("T_COMM_DIR", dir, 1);
+	for (int n = 1; n <= 4; n++) {
+		char name[64];
+
+		snprintf(name, sizeof name, "collectives of %d ranks", n);
+		run_start(self, "ranks", n, 0, name);
+	}
+	test_faults(self, dir);
+	test_starts(self, dir);
+	snprintf(command, sizeof command, "rm -rf '%s'", dir);
+	ok(!system(command), "nccl: its directory goes");
+}
+#endif
 
 /* ---- under a launcher ------------------------------------------------------------------------ */
 
@@ -691,6 +1071,19 @@ int main(int argc, char **argv)
 		return frozen(argc, argv);
 	if (argc > 2 && !strcmp(argv[1], "dog"))
 		return watched(argv[2]);
+#ifdef HAVE_NCCL
+	if (argc > 1 && !strcmp(argv[1], "killed"))
+		return killed(argc, argv);
+	if (argc > 1 && !strcmp(argv[1], "halfway"))
+		return halfway(argc, argv);
+	if (argc > 1 && !strcmp(argv[1], "meets"))
+		return meets(argc, argv);
+	if (argc < 2) {
+		test_environments();
+		test_nccl(argv[0]);
+		return tap_end();
+	}
+#endif
 	test_environments();
 	test_alone();
 	test_watchdog(argv[0]);

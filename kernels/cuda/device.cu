@@ -236,6 +236,20 @@ static void cuda_free(struct device *d, void *p)
 	cudaFree(p);
 }
 
+/* On the stream of the weights: what it has to do with is on its way there, or has come by it. */
+static int cuda_move(struct device *d, void *to, const void *from, size_t bytes, struct err *e)
+{
+	struct cuda *c = cuda_of(d);
+
+	return cuda_check(cudaSetDevice(c->ordinal), "the device", e) ||
+			       cuda_check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault,
+							  c->upload),
+					  "a copy", e) ||
+			       cuda_check(cudaStreamSynchronize(c->upload), "a copy", e)
+		       ? -1
+		       : 0;
+}
+
 static int cuda_room(struct device *d, uint64_t *left, uint64_t *all, struct err *e)
 {
 	size_t l, a;
@@ -575,6 +589,7 @@ extern "C" const struct backend backend_cuda = {
 	.experts = cuda_experts,
 	.pick = cuda_pick,
 	.combine = cuda_combine,
+	.move = cuda_move,
 	.pin = cuda_pin,
 	.unpin = cuda_unpin,
 	.room = cuda_room,

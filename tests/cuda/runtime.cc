@@ -26,8 +26,9 @@ struct emulated_event {
 };
 
 struct emulated_stream {
-	std::deque<std::function<void()>> work;
+	std::deque<std::function<bool()>> work;	/* false: it has to be asked again */
 	uint64_t put, done;
+	bool busy;		/* in the work at its front */
 };
 
 struct region {
@@ -69,18 +70,36 @@ static bool is_pageable(const void *p)
 
 /* ---- streams --------------------------------------------------------------------------------- */
 
-static void run_until(cudaStream_t s, uint64_t at)
+/* As far as that goes now. Whether it is all. */
+static bool run_until(cudaStream_t s, uint64_t at)
 {
 	while (s->done < at && !s->work.empty()) {
-		std::function<void()> f = std::move(s->work.front());
-
+		if (s->busy)
+			return false;
+		s->busy = true;
+		bool ended = s->work.front()();
+		s->busy = false;
+		if (!ended)
+			return false;
 		s->work.pop_front();
-		f();
 		s->done++;
+	}
+	return true;
+}
+
+/* For what waits: others may have to do something for it, who need the lock. */
+static void finish(cudaStream_t s, uint64_t at)
+{
+	while (!run_until(s, at)) {
+		struct timespec t = { 0, 50000 };
+
+		pthread_mutex_unlock(&lock);
+		nanosleep(&t, NULL);
+		pthread_mutex_lock(&lock);
 	}
 }
 
-void emulated_enqueue(cudaStream_t s, std::function<void()> work)
+static void put(cudaStream_t s, std::function<bool()> work)
 {
 	struct locked l;
 
@@ -90,6 +109,19 @@ void emulated_enqueue(cudaStream_t s, std::function<void()> work)
 	}
 	s->work.push_back(std::move(work));
 	s->put++;
+}
+
+void emulated_enqueue_steps(cudaStream_t s, int (*step)(void *), void *ctx)
+{
+	put(s, [=]() { return step(ctx) != 0; });
+}
+
+void emulated_enqueue(cudaStream_t s, std::function<void()> work)
+{
+	put(s, [work]() {
+		work();
+		return true;
+	});
 }
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *s, unsigned flags)
@@ -103,7 +135,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t s)
 {
 	struct locked l;
 
-	run_until(s, s->put);
+	finish(s, s->put);
 	return cudaSuccess;
 }
 
@@ -155,7 +187,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t e)
 
 	/* its recording may still be queued */
 	if (e->stream)
-		run_until(e->stream, e->at);
+		finish(e->stream, e->at);
 	delete e;
 	return cudaSuccess;
 }
@@ -183,7 +215,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t e)
 	struct locked l;
 
 	if (e->stream)
-		run_until(e->stream, e->at);
+		finish(e->stream, e->at);
 	return cudaSuccess;
 }
 
@@ -211,7 +243,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned flags)
 
 	(void)flags;
 	if (of)
-		emulated_enqueue(s, [=]() { run_until(of, at); });
+		put(s, [=]() { return run_until(of, at); });
 	return cudaSuccess;
 }
 
@@ -372,7 +404,7 @@ cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_
 		});
 	}
 	if (is_pageable(to))
-		run_until(s, s->put);
+		finish(s, s->put);
 	return cudaSuccess;
 }
 

@@ -121,6 +121,9 @@ cudaError_t cudaEventQuery(cudaEvent_t e);
 cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t from, cudaEvent_t to);
 cudaError_t cudaFuncSetAttribute(const void *kernel, enum cudaFuncAttribute a, int value);
 
+/* Work of a stream that takes its time, as a collective: `step` is asked until it gives nonzero. */
+void emulated_enqueue_steps(cudaStream_t s, int (*step)(void *), void *ctx);
+
 #ifdef __cplusplus
 }
 
