@@ -267,7 +267,7 @@ __device__ static inline void tile_product(float acc[64], char *shared, const st
 	constexpr int step = step_numbers<T>();
 	int steps = (k + step - 1) / step;
 	int live = (rows + 31 - (int)threadIdx.x / WARP % 2 * 16) / 32;
-	struct codes c;
+	struct codes c = {};
 
 #pragma unroll
 	for (int i = 0; i < 64; i++)

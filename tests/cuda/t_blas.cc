@@ -10,7 +10,7 @@
 
 #include <vector>
 
-#include "cuda.h"
+#include "cuda/cuda.h"
 
 extern "C" {
 #include "kernels.h"
