@@ -155,7 +155,7 @@ int comm_connected(const struct comm *c, struct err *e)
 		return 0;
 	return err_refuse(e,
 			  "ranks started by %s cannot exchange weights and tokens this way: start "
-			  "them with mpirun%s, or plan for CUDA, where NCCL connects them%s",
+			  "them with mpirun%s, or plan for CUDA and dist_env.backend nccl%s",
 			  c->started, have_mpi ? "" : " and a build --with-mpi",
 			  have_nccl ? "" : " in a build that has it");
 }
