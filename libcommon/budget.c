@@ -290,7 +290,9 @@ void budget_weights(const struct budget *b, const struct budget_choice *c, int s
 	}
 	/* one computes while the next is made */
 	out->working = 2 * w.layer + (w.several ? 2 : 1) * w.block;
-	*(c->apart ? &out->host_working : &out->working) += w.wire;
+	/* NCCL gathers in the device's memory, MPI in the host's */
+	out->working += w.wire;
+	out->host_working += c->apart ? w.wire : 0;
 }
 
 bool budget_splits(const struct budget *b, const struct budget_choice *c)
