@@ -54,8 +54,18 @@ struct cuda_ring {
 	char *host, *device;	/* pinned host memory, and as much of the device */
 	size_t part, at;	/* bytes of a part; used of the current one */
 	int current;
-	cudaEvent_t began[CUDA_PARTS], passed[CUDA_PARTS];
+	cudaEvent_t passed[CUDA_PARTS];
 	bool used[CUDA_PARTS];
+};
+
+/* The last copies of a stream, whose time is counted when their turn comes again, or by sync. */
+#define CUDA_COPIES 256
+
+struct cuda_clock {
+	cudaEvent_t began[CUDA_COPIES], ended[CUDA_COPIES];
+	bool used[CUDA_COPIES];
+	int current;
+	double seconds;
 };
 
 struct blas;
@@ -75,7 +85,8 @@ struct cuda {
 	struct cuda_uploads *uploads;
 	bool busy;			/* something was started since the last sync */
 	cudaEvent_t began, ended;	/* of the compute stream since then */
-	double compute_seconds, download_seconds;
+	double compute_seconds;
+	struct cuda_clock downloads;
 };
 
 static inline struct cuda *cuda_of(const struct device *d)

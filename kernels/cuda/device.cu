@@ -44,8 +44,7 @@ static int ring_open(struct cuda_ring *r, size_t part, bool host, struct err *e)
 {
 	r->part = part;
 	for (int i = 0; i < CUDA_PARTS; i++)
-		if (cuda_check(cudaEventCreate(&r->began[i]), "an event", e) ||
-		    cuda_check(cudaEventCreate(&r->passed[i]), "an event", e))
+		if (cuda_check(cudaEventCreate(&r->passed[i]), "an event", e))
 			return -1;
 	if (host && cuda_check(cudaHostAlloc((void **)&r->host, CUDA_PARTS * part,
 					     cudaHostAllocDefault),
@@ -57,8 +56,6 @@ static int ring_open(struct cuda_ring *r, size_t part, bool host, struct err *e)
 static void ring_close(struct cuda_ring *r)
 {
 	for (int i = 0; i < CUDA_PARTS; i++) {
-		if (r->began[i])
-			cudaEventDestroy(r->began[i]);
 		if (r->passed[i])
 			cudaEventDestroy(r->passed[i]);
 	}
@@ -66,6 +63,25 @@ static void ring_close(struct cuda_ring *r)
 		cudaFreeHost(r->host);
 	cudaFree(r->device);
 	*r = cuda_ring{};
+}
+
+static int clock_open(struct cuda_clock *t, struct err *e)
+{
+	for (int i = 0; i < CUDA_COPIES; i++)
+		if (cuda_check(cudaEventCreate(&t->began[i]), "an event", e) ||
+		    cuda_check(cudaEventCreate(&t->ended[i]), "an event", e))
+			return -1;
+	return 0;
+}
+
+static void clock_close(struct cuda_clock *t)
+{
+	for (int i = 0; i < CUDA_COPIES; i++) {
+		if (t->began[i])
+			cudaEventDestroy(t->began[i]);
+		if (t->ended[i])
+			cudaEventDestroy(t->ended[i]);
+	}
 }
 
 static void cuda_close(struct device *d)
@@ -84,6 +100,7 @@ static void cuda_close(struct device *d)
 	cuda_uploads_close(c);
 	ring_close(&c->arguments);
 	ring_close(&c->down);
+	clock_close(&c->downloads);
 	if (c->began)
 		cudaEventDestroy(c->began);
 	if (c->ended)
@@ -180,7 +197,8 @@ static int open_memory(struct cuda *c, struct err *e)
 		       e))
 		return -1;
 	return ring_open(&c->arguments, CUDA_ARGUMENTS, true, e) ||
-			       ring_open(&c->down, DOWN_PART, false, e)
+			       ring_open(&c->down, DOWN_PART, false, e) ||
+			       clock_open(&c->downloads, e)
 		       ? -1
 		       : 0;
 }
@@ -421,23 +439,28 @@ static void pack(struct device *d, char *out, enum dtype to, struct tensor x)
 			    (uint8_t *)out, v);
 }
 
-/* A part of the ring that an earlier copy has left; its time is counted. */
+/* Counts a copy, unless it is still under way: nobody waits for the sake of its time. */
+static void clock_count(struct cuda_clock *t, int i)
+{
+	float ms;
+
+	if (t->used[i] && cudaEventQuery(t->ended[i]) == cudaSuccess &&
+	    cudaEventElapsedTime(&ms, t->began[i], t->ended[i]) == cudaSuccess)
+		t->seconds += 1e-3 * ms;
+	t->used[i] = false;
+	cudaGetLastError();
+}
+
+/* A part of the ring that an earlier copy has left. */
 static char *down_take(struct device *d)
 {
 	struct cuda *c = cuda_of(d);
 	struct cuda_ring *r = &c->down;
 	int i = r->current = (r->current + 1) % CUDA_PARTS;
-	float ms;
 
-	if (r->used[i]) {
-		if (!cuda_ok(d, cudaStreamWaitEvent(c->compute, r->passed[i], 0), "a copy"))
-			return NULL;
-		/* whose time is lost where it is still under way: nobody waits for that */
-		if (cudaEventQuery(r->passed[i]) == cudaSuccess &&
-		    cudaEventElapsedTime(&ms, r->began[i], r->passed[i]) == cudaSuccess)
-			c->download_seconds += 1e-3 * ms;
-		cudaGetLastError();
-	}
+	if (r->used[i] &&
+	    !cuda_ok(d, cudaStreamWaitEvent(c->compute, r->passed[i], 0), "a copy"))
+		return NULL;
 	return r->device + (size_t)i * r->part;
 }
 
@@ -449,21 +472,24 @@ static void store_rows(struct device *d, char *dst, enum dtype to, int64_t dst_l
 	size_t size = dtype_size(to), row = (size_t)x.cols * size;
 	char *room = down_take(d);
 	struct cuda_ring *r = &c->down;
-	int i = r->current;
+	struct cuda_clock *t = &c->downloads;
+	int i = r->current, k = t->current = (t->current + 1) % CUDA_COPIES;
 
 	if (!room)
 		return;
+	clock_count(t, k);
 	pack(d, room, to, x);
 	/* began[] stands in the download stream: what it waits for is not its time */
 	if (!cuda_ok(d, cudaEventRecord(c->ended, c->compute), "an event") ||
 	    !cuda_ok(d, cudaStreamWaitEvent(c->download, c->ended, 0), "an event") ||
-	    !cuda_ok(d, cudaEventRecord(r->began[i], c->download), "an event") ||
+	    !cuda_ok(d, cudaEventRecord(t->began[k], c->download), "an event") ||
 	    !cuda_ok(d, cudaMemcpy2DAsync(dst, (size_t)dst_ld * size, room, row, row,
 					  (size_t)x.rows, cudaMemcpyDeviceToHost, c->download),
 		     "store") ||
+	    !cuda_ok(d, cudaEventRecord(t->ended[k], c->download), "an event") ||
 	    !cuda_ok(d, cudaEventRecord(r->passed[i], c->download), "an event"))
 		return;
-	r->used[i] = true;
+	t->used[k] = r->used[i] = true;
 }
 
 static void cuda_store(struct device *d, void *dst, enum dtype to, int64_t dst_ld, struct tensor x)
@@ -538,7 +564,9 @@ static int cuda_sync(struct device *d, struct err *e)
 			cuda_ok(d, cudaMemsetAsync(c->fault, 0, sizeof *c->fault, c->compute),
 				"the device");
 	}
-	cuda_ok(d, cudaStreamSynchronize(c->download), "store");
+	if (cuda_ok(d, cudaStreamSynchronize(c->download), "store"))
+		for (int i = 0; i < CUDA_COPIES; i++)
+			clock_count(&c->downloads, i);
 out:
 	if (!d->err.code)
 		return 0;
@@ -553,7 +581,7 @@ static void cuda_times(struct device *d, struct device_times *t)
 
 	t->compute = c->compute_seconds;
 	t->upload = cuda_uploads_seconds(c);
-	t->download = c->download_seconds;
+	t->download = c->downloads.seconds;
 }
 
 /* ---- the table ------------------------------------------------------------------------------- */
