@@ -36,7 +36,7 @@ enum cuda_fault_kind {
 	FAULT_ROW_ID,		/* rows: id `a` is outside a table of `b` rows */
 	FAULT_PICK,		/* pick: index `a` is outside `b` rows */
 	FAULT_SLOT,		/* combine: index `a` of slot `c` is outside `b` rows */
-	FAULT_KEY,		/* attention_at: `a` is no key of a row of `b`, or does not ascend */
+	FAULT_KEY,		/* attention_at: `a` is no key of a row of `b`, or out of order */
 };
 
 struct cuda_fault {

@@ -304,7 +304,8 @@ static int run_side(struct match *m, struct side *s, int pass, struct err *e)
 	total = log_seconds() - start;
 	d->be = be;
 	s->chunk.scratch.used = 0;
-	s->total[at] = s->seconds[REST][at] = total - some.seconds[CHOOSE] - some.seconds[ATTENTION];
+	total -= some.seconds[CHOOSE] + some.seconds[ATTENTION];
+	s->total[at] = s->seconds[REST][at] = total;
 	for (int part = 0; part < REST; part++) {
 		double all = some.ran[part] > 0 ? some.all[part] / some.ran[part] : 1;
 

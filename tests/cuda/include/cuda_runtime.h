@@ -183,7 +183,7 @@ extern __thread char *emulated_shared;	/* dynamic, of its exact size */
 
 /* Waiting: for the block; for the lanes of `mask`; and for both, with what each lane brings. */
 void emulated_block_barrier(void);
-/* Lane i's `bytes` (at most 64) at result + 64 * i; the memory is good until the second next call. */
+/* Lane i's `bytes` (at most 64) at result + 64 * i, good until the second next call. */
 const char *emulated_exchange(unsigned mask, const void *mine, size_t bytes);
 /* Sum over the block of `mine`, after a barrier. */
 int emulated_block_count(int mine);

@@ -36,7 +36,7 @@ static inline void mma_bf16(float d[4], const uint32_t a[4], const uint32_t b[2]
 		int half = i / 2, col = 2 * c + i % 2;
 
 		for (int k = 0; k < 16; k++) {
-			/* (row, k) of A is in lane g * 4 + k % 8 / 2, (k, col) of B in col * 4 + .. */
+			/* (row, k) of A: lane g * 4 + k % 8 / 2; (k, col) of B: col * 4 + .. */
 			const uint32_t *x = (const uint32_t *)(all + 64 * (g * 4 + k % 8 / 2));
 			const uint32_t *y = (const uint32_t *)(all + 64 * (col * 4 + k % 8 / 2));
 
