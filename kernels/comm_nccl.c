@@ -35,11 +35,8 @@
 #include "kernels.h"
 #include "log.h"
 #include "mem.h"
-#include "nccl_library.h"
-#include "rendezvous.h"
+#include "nccl_comm.h"
 #include "watchdog.h"
-
-#define SCRATCH ((size_t)1 << 20)	/* for what lies in host memory, on both sides */
 
 /* Waiting: at first without sleep, then with sleeps from the shortest to the longest (ns). */
 #define AWAKE 200e-6
@@ -49,46 +46,9 @@
 #define CLOSE_MOST 60.0		/* seconds that peers may take to close */
 #define ABORT_MOST 10		/* and this rank to give up what is under way */
 
-/* ---- what there is --------------------------------------------------------------------------- */
-
-/* What the communicators of a process share; goes with the last of them. */
-struct process {
-	struct rendezvous meeting;	/* .name NULL: none */
-	int ordinal;			/* of the device */
-	struct nccl *first;
-	bool failed;			/* abort was called */
-	double looked;			/* for ranks that have failed, at that time */
-};
-
-struct nccl {
-	struct process *process;
-	struct nccl *next;
-	ncclComm_t comm;		/* NULL: not yet, or aborted */
-	cudaStream_t stream;
-	cudaEvent_t event;		/* of what is waited for now */
-	char *host, *device;		/* SCRATCH bytes each, the first pinned */
-	struct gather *queue;		/* all-gathers that NCCL has not got whole, in order */
-};
-
-/* An all-gather under way, in rounds of at most comm_cut bytes of each part. */
-struct gather {
-	struct gather *next;
-	char *out;
-	const char *in;
-	uint64_t *len, most, at;	/* [world]; the longest; where the next round begins */
-	bool equal, given;		/* given: the stream has all of it, and the event */
-	cudaEvent_t event;
-	double start;
-};
-
 static const struct transport transport;
 
-static struct nccl *of(const struct comm *c)
-{
-	return c->state;
-}
-
-static int cuda(cudaError_t rc, const char *what, struct err *e)
+int nccl_cuda(cudaError_t rc, const char *what, struct err *e)
 {
 	if (rc == cudaSuccess)
 		return 0;
@@ -107,14 +67,11 @@ static int said(const struct comm *c, ncclResult_t r, const char *what, struct e
 			last && *last ? ": " : "", last ? last : "");
 }
 
-static int called(const struct comm *c, ncclResult_t r, const char *what, struct err *e)
+int nccl_called(const struct comm *c, ncclResult_t r, const char *what, struct err *e)
 {
 	watchdog_leave(c->dog);
 	return said(c, r, what, e);
 }
-
-/* A call of NCCL, which may never come back, as part of `what`. 0 or -1. */
-#define CALL(c, call, what, e) (watchdog_enter((c)->dog, what), called(c, call, what, e))
 
 /* 1: the communicator may be called, 0: it is still at its last call, -1: it has failed. */
 static int is_ready(struct comm *c, const char *what, struct err *e)
@@ -132,21 +89,14 @@ static int has_passed(cudaEvent_t event, const char *what, struct err *e)
 	cudaError_t rc = cudaEventQuery(event);
 
 	if (rc != cudaErrorNotReady)
-		return cuda(rc, what, e) ? -1 : 1;
+		return nccl_cuda(rc, what, e) ? -1 : 1;
 	cudaGetLastError(); /* it is kept as an error, which it is not */
 	return 0;
 }
 
 /* ---- waiting --------------------------------------------------------------------------------- */
 
-struct wait {
-	const char *what;		/* "an all-gather" */
-	double begun;			/* what is waited for, which may be before the wait */
-	double start, last, waited;	/* seconds */
-	struct timespec pause;
-};
-
-static struct wait wait_for(const char *what)
+struct wait nccl_wait_for(const char *what)
 {
 	double now = log_seconds();
 
@@ -175,10 +125,10 @@ static int look_for_failed(struct process *p, const struct wait *w, struct err *
 		return 0;
 	p->looked = w->last;
 	rank = rendezvous_failed(&p->meeting);
-	return rank < 0 ? 0
-			: err_fail(e, "rank %d has failed, while this one waited for %s: what it "
-				      "says is the cause; the same command goes on",
-				   rank, w->what);
+	if (rank < 0)
+		return 0;
+	return err_fail(e, "rank %d has failed, while this one waited for %s: what it says is the "
+			   "cause; the same command goes on", rank, w->what);
 }
 
 /* After a look that found nothing: sleeps, or says why that would be for nothing. */
@@ -206,7 +156,7 @@ static int wait_more(const struct comm *c, struct wait *w, struct process *p, st
 	return 0;
 }
 
-static int wait_ready(struct comm *c, struct wait *w, struct err *e)
+int nccl_wait_ready(struct comm *c, struct wait *w, struct err *e)
 {
 	int r;
 
@@ -227,12 +177,12 @@ static int wait_event(struct comm *c, struct wait *w, cudaEvent_t event, struct 
 	return r < 0 ? -1 : 0;
 }
 
-static int wait_stream(struct comm *c, struct wait *w, struct err *e)
+int nccl_wait_stream(struct comm *c, struct wait *w, struct err *e)
 {
 	struct nccl *n = of(c);
 
-	return wait_ready(c, w, e) ||
-			       cuda(cudaEventRecord(n->event, n->stream), w->what, e) ||
+	return nccl_wait_ready(c, w, e) ||
+			       nccl_cuda(cudaEventRecord(n->event, n->stream), w->what, e) ||
 			       wait_event(c, w, n->event, e)
 		       ? -1
 		       : 0;
@@ -240,7 +190,7 @@ static int wait_stream(struct comm *c, struct wait *w, struct err *e)
 
 /* ---- all-gathers ----------------------------------------------------------------------------- */
 
-static int group_end(struct comm *c, int rc, const char *what, struct err *e)
+int nccl_group_end(struct comm *c, int rc, const char *what, struct err *e)
 {
 	return CALL(c, nccl.GroupEnd(), what, e) || rc ? -1 : 0;
 }
@@ -250,11 +200,10 @@ static int broadcast_parts(struct comm *c, struct gather *g, const char *what, s
 {
 	struct nccl *n = of(c);
 	char *part = g->out;
-	int rc;
+	int rc = CALL(c, nccl.GroupStart(), what, e);
 
-	if (CALL(c, nccl.GroupStart(), what, e))
+	if (rc)
 		return -1;
-	rc = 0;
 	for (int i = 0; i < c->world && !rc; part += g->len[i++]) {
 		uint64_t left = g->len[i] > g->at ? g->len[i] - g->at : 0;
 		char *to = part + g->at;
@@ -266,7 +215,7 @@ static int broadcast_parts(struct comm *c, struct gather *g, const char *what, s
 						 n->comm, n->stream),
 				  what, e);
 	}
-	return group_end(c, rc, what, e);
+	return nccl_group_end(c, rc, what, e);
 }
 
 static int next_round(struct comm *c, struct gather *g, const char *what, struct err *e)
@@ -285,29 +234,28 @@ static int next_round(struct comm *c, struct gather *g, const char *what, struct
 /* Gives NCCL as much as it takes now: 1 = it has everything, 0 = not yet, -1. */
 static int give(struct comm *c, const char *what, struct err *e)
 {
-	struct nccl *n = of(c);
-	struct gather *g;
+	struct gather *g = of(c)->gathers;
 	int r = is_ready(c, what, e);
 
-	while (r > 0 && (g = n->queue)) {
+	while (r > 0 && g) {
 		if (g->at < g->most) {
 			r = next_round(c, g, what, e) ? -1 : is_ready(c, what, e);
 			continue;
 		}
-		if (cuda(cudaEventRecord(g->event, n->stream), what, e))
+		if (!g->given && nccl_cuda(cudaEventRecord(g->event, of(c)->stream), what, e))
 			return -1;
 		g->given = true;
-		n->queue = g->next;
+		g = g->next;
 	}
 	return r;
 }
 
 /* Until the communicator may be called for something else. */
-static int give_all(struct comm *c, struct wait *w, struct err *e)
+int nccl_give_all(struct comm *c, struct wait *w, struct err *e)
 {
 	int r;
 
-	if (cuda(cudaSetDevice(of(c)->process->ordinal), w->what, e))
+	if (nccl_cuda(cudaSetDevice(of(c)->process->ordinal), w->what, e))
 		return -1;
 	while (!(r = give(c, w->what, e)))
 		if (wait_more(c, w, of(c)->process, e))
@@ -315,8 +263,14 @@ static int give_all(struct comm *c, struct wait *w, struct err *e)
 	return r < 0 ? -1 : 0;
 }
 
-static void gather_free(struct gather *g)
+static void gather_free(struct nccl *n, struct gather *g)
 {
+	struct gather **at = &n->gathers;
+
+	while (*at && *at != g)
+		at = &(*at)->next;
+	if (*at)
+		*at = g->next;
 	if (g->event)
 		cudaEventDestroy(g->event);
 	free(g->len);
@@ -333,8 +287,8 @@ static struct gather *gather_make(struct comm *c, void *out, const uint64_t *len
 	*g = (struct gather){ .out = out, .in = in, .equal = true, .start = log_seconds() };
 	g->len = mem_calloc((size_t)c->world, sizeof *len, e);
 	if (!g->len ||
-	    cuda(cudaEventCreateWithFlags(&g->event, cudaEventDisableTiming), "an event", e)) {
-		gather_free(g);
+	    nccl_cuda(cudaEventCreateWithFlags(&g->event, cudaEventDisableTiming), "an event", e)) {
+		gather_free(of(c), g);
 		return NULL;
 	}
 	for (int i = 0; i < c->world; i++) {
@@ -350,10 +304,10 @@ static struct gather *gather_make(struct comm *c, void *out, const uint64_t *len
 static int nccl_allgather_start(struct comm *c, struct comm_request *r, void *out,
 				const uint64_t *len, const void *in, struct err *e)
 {
-	struct gather *g, **end = &of(c)->queue;
+	struct gather *g, **end = &of(c)->gathers;
 
 	r->state = NULL;
-	if (cuda(cudaSetDevice(of(c)->process->ordinal), GATHER, e))
+	if (nccl_cuda(cudaSetDevice(of(c)->process->ordinal), GATHER, e))
 		return -1;
 	g = gather_make(c, out, len, in, e);
 	if (!g)
@@ -362,37 +316,35 @@ static int nccl_allgather_start(struct comm *c, struct comm_request *r, void *ou
 		end = &(*end)->next;
 	*end = g;
 	r->state = g;
-	if (give(c, GATHER, e) >= 0)
-		return 0;
-	return -1; /* what has begun is the transport's until abort */
+	/* where it fails, what has begun is the transport's until abort */
+	return give(c, GATHER, e) < 0 ? -1 : 0;
 }
 
 static int gather_wait(struct comm *c, struct gather *g, struct err *e)
 {
-	struct wait w = wait_for(GATHER);
+	struct wait w = nccl_wait_for(GATHER);
 
 	w.begun = g->start;
-	return give_all(c, &w, e) || wait_event(c, &w, g->event, e) ? -1 : 0;
+	return nccl_give_all(c, &w, e) || wait_event(c, &w, g->event, e) ? -1 : 0;
 }
 
 static int nccl_allgather_end(struct comm *c, struct comm_request *r, bool wait, bool *done,
 			      struct err *e)
 {
 	struct gather *g = r->state;
-	int ended = 1;
+	int ended = -1;
 
 	*done = true;
 	if (!g)
 		return 0;
 	if (wait)
 		ended = gather_wait(c, g, e) ? -1 : 1;
-	else if (cuda(cudaSetDevice(of(c)->process->ordinal), GATHER, e) || give(c, GATHER, e) < 0)
-		ended = -1;
-	else
+	else if (!nccl_cuda(cudaSetDevice(of(c)->process->ordinal), GATHER, e) &&
+		 give(c, GATHER, e) >= 0)
 		ended = g->given ? has_passed(g->event, GATHER, e) : 0;
 	*done = ended > 0;
 	if (ended > 0) {
-		gather_free(g);
+		gather_free(of(c), g);
 		r->state = NULL;
 	}
 	return ended < 0 ? -1 : 0;
@@ -457,14 +409,14 @@ static int exchange_round(struct comm *c, const struct exchanged *x, uint64_t at
 					    n->stream),
 				  what, e);
 	}
-	return group_end(c, rc, what, e);
+	return nccl_group_end(c, rc, what, e);
 }
 
 static int nccl_alltoallv(struct comm *c, void *out, const int64_t *out_rows, const void *in,
 			  const int64_t *in_rows, uint64_t row, struct err *e)
 {
 	struct exchanged x = { out, in, out_rows, in_rows, row };
-	struct wait w = wait_for("an exchange of rows");
+	struct wait w = nccl_wait_for("an exchange of rows");
 	struct span to = span_of(out, out_rows, c->rank, row),
 		    from = span_of(in, in_rows, c->rank, row);
 	bool more = true;
@@ -472,228 +424,18 @@ static int nccl_alltoallv(struct comm *c, void *out, const int64_t *out_rows, co
 	if (to.bytes != from.bytes || out_rows[c->rank] != in_rows[c->rank])
 		return err_fail(e, "rank %d expects %lld rows from itself but sends %lld", c->rank,
 				(long long)out_rows[c->rank], (long long)in_rows[c->rank]);
-	if (give_all(c, &w, e))
+	if (nccl_give_all(c, &w, e))
 		return -1;
-	if (to.bytes && cuda(cudaMemcpyAsync(to.p, from.p, to.bytes, cudaMemcpyDeviceToDevice,
+	if (to.bytes && nccl_cuda(cudaMemcpyAsync(to.p, from.p, to.bytes, cudaMemcpyDeviceToDevice,
 					     of(c)->stream),
 			     w.what, e))
 		return -1;
 	for (uint64_t at = 0; more; at += comm_cut) {
 		more = false;
-		if (exchange_round(c, &x, at, &more, w.what, e) || wait_ready(c, &w, e))
+		if (exchange_round(c, &x, at, &more, w.what, e) || nccl_wait_ready(c, &w, e))
 			return -1;
 	}
-	return wait_stream(c, &w, e);
-}
-
-/* ---- from and to host memory ----------------------------------------------------------------- */
-
-static int up(struct comm *c, const void *from, size_t at, size_t bytes, const char *what,
-	      struct err *e)
-{
-	struct nccl *n = of(c);
-
-	memcpy(n->host + at, from, bytes);
-	return cuda(cudaMemcpyAsync(n->device + at, n->host + at, bytes, cudaMemcpyHostToDevice,
-				    n->stream),
-		    what, e);
-}
-
-/* Behind what is in the stream: into n->host, once wait_stream has come back. */
-static int down(struct comm *c, size_t at, size_t bytes, const char *what, struct err *e)
-{
-	struct nccl *n = of(c);
-
-	return cuda(cudaMemcpyAsync(n->host + at, n->device + at, bytes, cudaMemcpyDeviceToHost,
-				    n->stream),
-		    what, e);
-}
-
-static int reduce(struct comm *c, int64_t *v, size_t n, ncclRedOp_t op, const char *what,
-		  struct err *e)
-{
-	struct nccl *x = of(c);
-	struct wait w = wait_for(what);
-	size_t bytes = n * sizeof *v;
-
-	if (give_all(c, &w, e) || up(c, v, 0, bytes, what, e) ||
-	    CALL(c, nccl.AllReduce(x->device, x->device, n, ncclInt64, op, x->comm, x->stream),
-		 what, e) ||
-	    wait_ready(c, &w, e) || down(c, 0, bytes, what, e) || wait_stream(c, &w, e))
-		return -1;
-	memcpy(v, x->host, bytes);
-	return 0;
-}
-
-static int nccl_allreduce(struct comm *c, int64_t *v, int n, enum comm_op op, struct err *e)
-{
-	static const ncclRedOp_t ops[] = { [COMM_MAX] = ncclMax,
-					   [COMM_MIN] = ncclMin,
-					   [COMM_SUM] = ncclSum };
-	const size_t most = SCRATCH / sizeof *v;
-	size_t left = (size_t)n, now;
-
-	for (; left; v += now, left -= now) {
-		now = left < most ? left : most;
-		if (reduce(c, v, now, ops[op], "a reduction", e))
-			return -1;
-	}
-	return 0;
-}
-
-static int nccl_barrier(struct comm *c, struct err *e)
-{
-	int64_t one = 1;
-
-	return reduce(c, &one, 1, ncclSum, "a barrier", e);
-}
-
-static int nccl_bcast(struct comm *c, void *buf, uint64_t bytes, int root, struct err *e)
-{
-	struct nccl *n = of(c);
-	struct wait w = wait_for("a broadcast");
-	size_t most = comm_cut < SCRATCH ? comm_cut : SCRATCH, now;
-	char *p = buf;
-
-	for (; bytes; p += now, bytes -= now) {
-		now = bytes < most ? bytes : most;
-		if (give_all(c, &w, e) || (c->rank == root && up(c, p, 0, now, w.what, e)) ||
-		    CALL(c,
-			 nccl.Broadcast(n->device, n->device, now, ncclChar, root, n->comm,
-					n->stream),
-			 w.what, e) ||
-		    wait_ready(c, &w, e) ||
-		    (c->rank != root && down(c, 0, now, w.what, e)) || wait_stream(c, &w, e))
-			return -1;
-		if (c->rank != root)
-			memcpy(p, n->host, now);
-	}
-	return 0;
-}
-
-/* ---- everything to one ----------------------------------------------------------------------- */
-
-/* Scratch is cut into one room for each rank. */
-static size_t gather_room(const struct comm *c)
-{
-	size_t room = SCRATCH / (size_t)c->world / 64 * 64;
-
-	return comm_cut < room ? comm_cut : room;
-}
-
-static int send_piece(struct comm *c, struct wait *w, const char *p, size_t bytes, int root,
-		      struct err *e)
-{
-	struct nccl *n = of(c);
-
-	return give_all(c, w, e) || up(c, p, 0, bytes, w->what, e) ||
-			       CALL(c,
-				    nccl.Send(n->device, bytes, ncclChar, root, n->comm, n->stream),
-				    w->what, e) ||
-			       wait_stream(c, w, e)
-		       ? -1
-		       : 0;
-}
-
-/* `size` bytes from each rank that has any left behind `at`; they lie a room apart in n->host. */
-static int receive_pieces(struct comm *c, struct wait *w, const uint64_t *len, uint64_t at,
-			  size_t room, struct err *e)
-{
-	struct nccl *n = of(c);
-	int rc = 0;
-
-	if (give_all(c, w, e) || CALL(c, nccl.GroupStart(), w->what, e))
-		return -1;
-	for (int i = 0; i < c->world && !rc; i++) {
-		uint64_t left = i != c->rank && len[i] > at ? len[i] - at : 0;
-
-		if (left)
-			rc = CALL(c,
-				  nccl.Recv(n->device + (size_t)i * room,
-					    left < room ? left : room, ncclChar, i, n->comm,
-					    n->stream),
-				  w->what, e);
-	}
-	return group_end(c, rc, w->what, e) || wait_ready(c, w, e) ||
-			       down(c, 0, (size_t)c->world * room, w->what, e) ||
-			       wait_stream(c, w, e)
-		       ? -1
-		       : 0;
-}
-
-static int receive_lengths(struct comm *c, struct wait *w, uint64_t *len, struct err *e)
-{
-	uint64_t *each = mem_calloc((size_t)c->world, sizeof *each, e);
-	size_t room = 64;
-	int rc = -1;
-
-	for (int i = 0; each && i < c->world; i++)
-		each[i] = sizeof *len;
-	if (each && (size_t)c->world * room > SCRATCH)
-		err_fail(e, "a gather of %d ranks is more than NCCL's transport was made for",
-			 c->world);
-	else if (each && !receive_pieces(c, w, each, 0, room, e)) {
-		for (int i = 0; i < c->world; i++)
-			if (i != c->rank)
-				memcpy(&len[i], of(c)->host + (size_t)i * room, sizeof *len);
-		rc = 0;
-	}
-	free(each);
-	return rc;
-}
-
-static int receive_all(struct comm *c, struct wait *w, char **out, const uint64_t *len,
-		       struct err *e)
-{
-	size_t room = gather_room(c);
-	uint64_t most = 0;
-
-	for (int i = 0; i < c->world; i++)
-		if (i != c->rank && len[i] > most)
-			most = len[i];
-	for (uint64_t at = 0; at < most; at += room) {
-		if (receive_pieces(c, w, len, at, room, e))
-			return -1;
-		for (int i = 0; i < c->world; i++) {
-			uint64_t left = i != c->rank && len[i] > at ? len[i] - at : 0;
-
-			memcpy(out[i] + at, of(c)->host + (size_t)i * room,
-			       left < room ? left : room);
-		}
-	}
-	return 0;
-}
-
-static int send_all(struct comm *c, struct wait *w, const char *buf, uint64_t bytes, int root,
-		    struct err *e)
-{
-	size_t room = gather_room(c);
-
-	if (send_piece(c, w, (const char *)&bytes, sizeof bytes, root, e))
-		return -1;
-	for (uint64_t at = 0; at < bytes; at += room)
-		if (send_piece(c, w, buf + at, bytes - at < room ? bytes - at : room, root, e))
-			return -1;
-	return 0;
-}
-
-static int nccl_gather(struct comm *c, const void *buf, uint64_t bytes, int root, char **out,
-		       uint64_t *len, struct err *e)
-{
-	struct wait w = wait_for("a gather");
-
-	if (c->rank != root)
-		return send_all(c, &w, buf, bytes, root, e);
-	memset(out, 0, (size_t)c->world * sizeof *out);
-	len[root] = bytes;
-	if (receive_lengths(c, &w, len, e))
-		return -1;
-	for (int i = 0; i < c->world; i++)
-		if (!(out[i] = mem_calloc(len[i], 1, e)))
-			return -1;
-	if (bytes)
-		memcpy(out[root], buf, bytes);
-	return receive_all(c, &w, out, len, e);
+	return nccl_wait_stream(c, &w, e);
 }
 
 /* ---- the end --------------------------------------------------------------------------------- */
@@ -711,10 +453,8 @@ static void nccl_free(struct nccl *n)
 {
 	struct process *p = n->process;
 
-	for (struct gather *g = n->queue, *next; g; g = next) {
-		next = g->next;
-		gather_free(g);
-	}
+	while (n->gathers)
+		gather_free(n, n->gathers);
 	if (n->event)
 		cudaEventDestroy(n->event);
 	if (n->stream)
@@ -733,14 +473,14 @@ static void nccl_free(struct nccl *n)
 /* The last words of a communicator that has done its work, for which peers are needed, too. */
 static int finalise(struct comm *c)
 {
-	struct wait w = wait_for("the end of a connection");
+	struct wait w = nccl_wait_for("the end of a connection");
 	struct err e = ERR_INIT;
 
 	c->timeout = c->timeout > 0 && c->timeout < CLOSE_MOST ? c->timeout : CLOSE_MOST;
 	c->stop = NULL;
-	return give_all(c, &w, &e) || wait_stream(c, &w, &e) ||
+	return nccl_give_all(c, &w, &e) || nccl_wait_stream(c, &w, &e) ||
 			       CALL(c, nccl.CommFinalize(of(c)->comm), w.what, &e) ||
-			       wait_ready(c, &w, &e)
+			       nccl_wait_ready(c, &w, &e)
 		       ? -1
 		       : 0;
 }
@@ -819,14 +559,15 @@ static struct nccl *nccl_make(struct process *p, struct err *e)
 	n->process = p;
 	n->next = p->first;
 	p->first = n;
-	if (cuda(cudaSetDevice(p->ordinal), "the device", e) ||
-	    cuda(cudaStreamCreateWithFlags(&n->stream, cudaStreamNonBlocking), "a stream", e) ||
-	    cuda(cudaEventCreateWithFlags(&n->event, cudaEventDisableTiming), "an event", e) ||
-	    cuda(cudaHostAlloc((void **)&n->host, SCRATCH, cudaHostAllocDefault),
-		 "pinned host memory", e) ||
-	    cuda(cudaMalloc((void **)&n->device, SCRATCH), "device memory", e))
+	if (nccl_cuda(cudaSetDevice(p->ordinal), "the device", e) ||
+	    nccl_cuda(cudaStreamCreateWithFlags(&n->stream, cudaStreamNonBlocking), "a stream",
+		      e) ||
+	    nccl_cuda(cudaEventCreateWithFlags(&n->event, cudaEventDisableTiming), "an event", e) ||
+	    nccl_cuda(cudaHostAlloc((void **)&n->host, NCCL_SCRATCH, cudaHostAllocDefault),
+		      "pinned host memory", e) ||
+	    nccl_cuda(cudaMalloc((void **)&n->device, NCCL_SCRATCH), "device memory", e))
 		return NULL; /* its process has it */
-	memset(n->host, 0, SCRATCH);
+	memset(n->host, 0, NCCL_SCRATCH);
 	return n;
 }
 
@@ -838,12 +579,12 @@ static int split_off(struct comm *c, struct comm *out, int colour, int key, stru
 	/* NULL: like its parent. NCCL's own thread fills child->comm. */
 	if (!child ||
 	    CALL(c, nccl.CommSplit(of(c)->comm, colour, key, &child->comm, NULL), w->what, e) ||
-	    wait_ready(c, w, e))
+	    nccl_wait_ready(c, w, e))
 		return -1;
 	out->state = child;
 	if (!__atomic_load_n(&child->comm, __ATOMIC_ACQUIRE))
 		return err_fail(e, "%s failed in NCCL: there is none", w->what);
-	return wait_ready(out, w, e) ||
+	return nccl_wait_ready(out, w, e) ||
 			       CALL(out, nccl.CommUserRank(child->comm, &out->rank), w->what, e) ||
 			       CALL(out, nccl.CommCount(child->comm, &out->world), w->what, e)
 		       ? -1
@@ -853,11 +594,11 @@ static int split_off(struct comm *c, struct comm *out, int colour, int key, stru
 /* Nothing may be under way in the parent; what failed goes with it. */
 static int nccl_split(struct comm *c, struct comm *out, int colour, int key, struct err *e)
 {
-	struct wait w = wait_for("a new connection");
+	struct wait w = nccl_wait_for("a new connection");
 	struct comm made = { .t = &transport, .local_size = 1, .timeout = c->timeout,
 			     .stop = c->stop, .dog = c->dog };
 
-	if (give_all(c, &w, e) || wait_stream(c, &w, e) ||
+	if (nccl_give_all(c, &w, e) || nccl_wait_stream(c, &w, e) ||
 	    split_off(c, &made, colour, key, &w, e))
 		return -1;
 	*out = made;
@@ -901,7 +642,7 @@ static int choose_device(struct process *p, const struct comm *c, struct err *e)
 				  "as many",
 				  c->local_size, n);
 	p->ordinal = c->local_rank % n;
-	return cuda(cudaSetDevice(p->ordinal), "the device", e);
+	return nccl_cuda(cudaSetDevice(p->ordinal), "the device", e);
 }
 
 static int missed(const struct process *p, struct err *e)
@@ -971,7 +712,7 @@ static int come_together(struct comm *c, struct wait *w, struct err *e)
 static int connect_all(struct comm *c, struct process *p, const struct nccl_place *place,
 		       struct err *e)
 {
-	struct wait w = wait_for(MEETING);
+	struct wait w = nccl_wait_for(MEETING);
 	ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
 	ncclUniqueId id;
 	struct nccl *n;
@@ -1014,6 +755,11 @@ int comm_nccl_open(struct comm *c, const struct nccl_place *place, struct err *e
 			     .stop = place->stop,
 			     .dog = place->dog };
 
+	/*
+	 * A kernel that is loaded when it first runs may wait for the whole device, and so for one
+	 * of NCCL's that waits for a peer which waits for this rank.
+	 */
+	setenv("CUDA_MODULE_LOADING", "EAGER", 0);
 	if (nccl_open(e) || !(p = mem_calloc(1, sizeof *p, e)))
 		return -1;
 	if (connect_all(&made, p, place, e)) {

@@ -8,7 +8,7 @@
  *	cpu/ *.c	HAVE_ONEDNN: -ldnnl and OpenMP
  *	cuda/ *.cu	HAVE_CUDA: nvcc and libcudart_static; for tests also the host's C++ compiler
  *	comm_mpi.c	HAVE_MPI: the flags of mpicc
- *	comm_nccl.c nccl_library.c	HAVE_NCCL: CUDA's and NCCL's headers; libnccl.so.2 later
+ *	comm_nccl.c nccl_*.c	HAVE_NCCL: the headers of CUDA and NCCL; libnccl.so.2 when it runs
  *
  * All but comm_mpi.c are compiled with -ffp-contract=off (a fused product in one loop and not in
  * another would make a row's bits depend on its place), -fno-trapping-math and -fno-math-errno (or
