@@ -194,6 +194,9 @@ static int check_world(struct session *s, struct err *e)
 	log_rank(c->rank, c->world);
 	if (s->nccl && join_nccl(s, e))
 		return -1;
+	if (!s->nccl && !c->t->collective && c->world > 1 && wants_nccl(s, true))
+		return err_refuse(e, "NCCL connects these ranks, but only where each reads the run "
+				     "from a file: give RUN");
 	if (plan_lockstep(&s->plan) && comm_connected(c, e))
 		return err_context(e, "the plan has weights %s and ep_size %d",
 				   residency_name(s->plan.residency), s->plan.ep);
