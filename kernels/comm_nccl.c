@@ -760,6 +760,10 @@ int comm_nccl_open(struct comm *c, const struct nccl_place *place, struct err *e
 	 * of NCCL's that waits for a peer which waits for this rank.
 	 */
 	setenv("CUDA_MODULE_LOADING", "EAGER", 0);
+	/* nor may streams that have nothing to do with each other share a queue of the device */
+	setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
+	/* here waiting is bounded, and rank 0 hands out its id while it connects */
+	setenv("NCCL_COMM_BLOCKING", "0", 1);
 	if (nccl_open(e) || !(p = mem_calloc(1, sizeof *p, e)))
 		return -1;
 	if (connect_all(&made, p, place, e)) {

@@ -24,7 +24,7 @@ extern "C" {
 #ifdef CUDA_EMULATED	/* small, so that tests meet tiles */
 #define CUDA_WORK ((size_t)1 << 20)
 #else
-#define CUDA_WORK ((size_t)128 << 20)
+#define CUDA_WORK ((size_t)256 << 20)
 #endif
 
 /* Bytes that cuda_arguments takes at once. */
@@ -132,7 +132,8 @@ static inline void cuda_launch(struct device *d, cudaStream_t stream, dim3 grid,
 	c.blockDim = block;
 	c.dynamicSmemBytes = shared;
 	c.stream = stream;
-	if (shared > 48 * 1024 &&
+	/* 48 KiB need no leave, what a kernel has of its own among them */
+	if (shared > 40 * 1024 &&
 	    !cuda_ok(d, cudaFuncSetAttribute((const void *)kernel,
 					     cudaFuncAttributeMaxDynamicSharedMemorySize,
 					     (int)shared),

@@ -16,6 +16,7 @@ extern "C" {
 }
 
 #define DOWN_PART ((size_t)16 << 20)	/* bytes of states that go to the host at once */
+#define OWN_SHARED   4096		/* shared memory that kernels may have of their own */
 #define MOST_THREADS 16			/* of the host, for reading and filling */
 
 /* ---- errors ---------------------------------------------------------------------------------- */
@@ -148,7 +149,7 @@ static int read_properties(struct cuda *c, enum dtype compute, struct err *e)
 		if (cuda_check(cudaDeviceGetAttribute(a.value, a.attribute, c->ordinal),
 			       "the device's properties", e))
 			return -1;
-	c->shared_most = (size_t)shared;
+	c->shared_most = (size_t)shared - OWN_SHARED;
 	if (c->major < 8)
 		return err_refuse(e,
 				  "CUDA device %d has compute capability %d.%d, but 8.0 (Ampere) or "
@@ -232,6 +233,19 @@ static int cuda_open(struct device *d, const struct device_options *o, struct er
 
 /* ---- memory ---------------------------------------------------------------------------------- */
 
+static int empty_pool(struct cuda *c, struct err *e)
+{
+	cudaMemPool_t pool;
+
+	return cuda_check(cudaStreamSynchronize(c->upload), "filling weights", e) ||
+			       cuda_check(cudaStreamSynchronize(c->compute), "the device", e) ||
+			       cuda_check(cudaDeviceGetDefaultMemPool(&pool, c->ordinal),
+					  "the memory pool", e) ||
+			       cuda_check(cudaMemPoolTrimTo(pool, 0), "the memory pool", e)
+		       ? -1
+		       : 0;
+}
+
 static void *cuda_alloc(struct device *d, size_t bytes, struct err *e)
 {
 	void *p = NULL;
@@ -239,7 +253,14 @@ static void *cuda_alloc(struct device *d, size_t bytes, struct err *e)
 
 	snprintf(what, sizeof what, "%zu bytes of device memory", bytes);
 	cudaSetDevice(cuda_of(d)->ordinal);
-	return cuda_check(cudaMalloc(&p, bytes ? bytes : 1), what, e) ? NULL : p;
+	bytes = bytes ? bytes : 1;
+	/* weights that went may have left all there is to the pool */
+	if (cudaMalloc(&p, bytes) == cudaSuccess)
+		return p;
+	cudaGetLastError();
+	if (empty_pool(cuda_of(d), e))
+		return NULL;
+	return cuda_check(cudaMalloc(&p, bytes), what, e) ? NULL : p;
 }
 
 static void cuda_free(struct device *d, void *p)
@@ -248,6 +269,7 @@ static void cuda_free(struct device *d, void *p)
 
 	if (!p)
 		return;
+	cudaSetDevice(c->ordinal);
 	/* cudaFree may wait for the whole device, or not: what is under way must have ended */
 	cudaStreamSynchronize(c->compute);
 	cudaStreamSynchronize(c->download);
@@ -288,7 +310,7 @@ static int cuda_pin(struct device *d, void *p, size_t bytes, struct err *e)
 
 static void cuda_unpin(struct device *d, void *p)
 {
-	(void)d;
+	cudaSetDevice(cuda_of(d)->ordinal);
 	if (p && cudaHostUnregister(p) != cudaSuccess)
 		cudaGetLastError();
 }
@@ -326,6 +348,15 @@ static char *ring_take(struct device *d, struct cuda_ring *r, size_t bytes)
 	return p;
 }
 
+/* Words of pinned host memory, which kernels read where it is. */
+__global__ static void fetch(uint32_t *to, const uint32_t *from, unsigned n)
+{
+	for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < n;
+	     i += gridDim.x * blockDim.x)
+		to[i] = from[i];
+}
+
+/* By a kernel: a copy would stand behind those of weights, which have the same engine. */
 const void *cuda_arguments(struct device *d, const void *p, size_t bytes)
 {
 	struct cuda *c = cuda_of(d);
@@ -344,10 +375,10 @@ const void *cuda_arguments(struct device *d, const void *p, size_t bytes)
 		return NULL;
 	memcpy(host, p, bytes);
 	device = r->device + (host - r->host);
-	return cuda_ok(d, cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, c->compute),
-		       "arguments")
-		       ? device
-		       : NULL;
+	/* places begin and end on whole words */
+	cuda_launch(d, c->compute, cuda_blocks((int64_t)bytes, 4096), 256, 0, fetch,
+		    (uint32_t *)device, (const uint32_t *)host, (unsigned)((bytes + 3) / 4));
+	return cuda_good(d) ? device : NULL;
 }
 
 static void upload_rows(struct device *d, struct tensor out, const char *src)

@@ -42,6 +42,9 @@ template <typename T> struct side {
 	bool whole;		/* rows begin on 16 bytes and have no gaps: asynchronous copies */
 };
 
+/* Global memory to name where nothing is read: an asynchronous copy wants such an address. */
+__device__ static const uint4 nothing = {};
+
 template <typename T>
 __device__ static inline void bring(char *to, const struct side<T> &s, int k0, int k)
 {
@@ -55,7 +58,7 @@ __device__ static inline void bring(char *to, const struct side<T> &s, int k0, i
 		int have = s.row[i] ? left : 0;
 
 		if (s.whole) {
-			copy_async(to, have ? (const void *)(s.row[i] + at) : to,
+			copy_async(to, have ? (const void *)(s.row[i] + at) : &nothing,
 				   have * (int)sizeof(T));
 			continue;
 		}

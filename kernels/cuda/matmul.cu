@@ -18,6 +18,7 @@
 #define THREADS 256
 #define ROWS_WORK	(CUDA_WORK / 16 * 5)
 #define WEIGHT_WORK	(CUDA_WORK / 16 * 6)
+#define ROWS_MOST	4096
 #define SUMS_WORK	(CUDA_WORK / 16 * 5)
 #define PANEL		128	/* of the weight at least */
 
@@ -175,6 +176,8 @@ static bool plan_product(struct device *d, struct plan *p, struct tensor x, int6
 	if (p->expands)
 		p->panel = panel_of(least(p->panel, (int64_t)WEIGHT_WORK / row));
 	if (sums) {
+		/* more would leave panels too few columns to fill a device */
+		p->rows = least(p->rows, ROWS_MOST);
 		p->rows = least(p->rows, (int64_t)SUMS_WORK / (4 * PANEL * halves));
 		if (p->rows)
 			p->panel = panel_of(least(p->panel, (int64_t)SUMS_WORK /

@@ -92,6 +92,7 @@ static void count_way(struct cuda_uploads *u, struct way *w)
 	if (w->used && cudaEventElapsedTime(&ms, w->began, w->passed) == cudaSuccess)
 		u->seconds += 1e-3 * ms;
 	w->used = false;
+	cudaGetLastError();	/* a way that is still under way is none */
 }
 
 double cuda_uploads_seconds(struct cuda *c)
@@ -105,7 +106,7 @@ double cuda_uploads_seconds(struct cuda *c)
 			count_way(u, &w);
 	seconds = u->seconds;
 	pthread_mutex_unlock(&u->lock);
-	cudaGetLastError();	/* a way that is still under way is none */
+	cudaGetLastError();
 	return seconds;
 }
 

@@ -438,6 +438,12 @@ cudaError_t cudaMemsetAsync(void *p, int byte, size_t bytes, cudaStream_t s)
 	return cudaSuccess;
 }
 
+cudaError_t cudaMemPoolTrimTo(cudaMemPool_t pool, size_t keep)
+{
+	(void)pool, (void)keep;
+	return cudaSuccess;
+}
+
 cudaError_t cudaMemGetInfo(size_t *left, size_t *all)
 {
 	*left = *all = (size_t)8 << 30;
